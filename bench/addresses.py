@@ -14,7 +14,7 @@ from .processes import Child, Failed
 from .section import GIB, Options, Section, closing_all, seconds_text, size_text
 
 COUNTS = (1, 2, 4)
-MOST_REPEATS = 3
+MAX_REPEATS = 3
 
 
 def run(options: Options) -> list[Section]:
@@ -41,7 +41,7 @@ class Pair:
 
 def _measured(options: Options, section: Section) -> Section:
     counts = COUNTS[:2] if options.is_tiny else COUNTS
-    repeats = min(options.rounds, MOST_REPEATS)
+    repeats = min(options.rounds, MAX_REPEATS)
     found: dict[int, list[dict[str, float]]] = {count: [] for count in counts}
     try:
         with Network() as network:

@@ -20,12 +20,11 @@ import xxhash
 import tensorhub
 from tensorhub.memory.digests import build_manifest
 from tensorhub.memory.fill import FillSink
-from tensorhub.memory.hostmemory import copy_stream, on_host
+from tensorhub.memory.host_copies import copy_stream, on_host
 from tensorhub.memory.registration import Registration, register
 from tensorhub.runtime.config import worker_options
 from tensorhub.runtime.opening import make_transport
-from tensorhub.transport.base import Export, Transport
-from tensorhub.transport.progress import Progress
+from tensorhub.transport.base import Export, Progress, Transport
 
 from .converse import converse
 from .plain import MIB, RawReader, RawSource, read_and_hash, read_memory

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 import aiohttp
 from msgspec.structs import replace
 
-from tensorhub.core.manifest import Layout, TensorSpec
-from tensorhub.core.messages import PROTOCOL, Hello, Holding, LayoutInfo, Orders, Report
-from tensorhub.core.names import Digest, ModelName, ReplicaName, Shard, Version
-from tensorhub.core.server import Server as Machine
-from tensorhub.core.settings import Settings
+from tensorhub.protocol.manifest import Layout, TensorSpec
+from tensorhub.protocol.messages import PROTOCOL, Hello, Holding, LayoutInfo, Orders, Report
+from tensorhub.protocol.names import Digest, ModelName, ReplicaName, Shard, Version
+from tensorhub.protocol.settings import Settings
 from tensorhub.runtime.codec import decode_to_worker, encode
+from tensorhub.server import Server as Machine
 
 from .processes import Failed, Server, own_token
 from .section import Options, Section

@@ -13,11 +13,11 @@ from collections import Counter
 from collections.abc import Callable
 from math import inf
 
-from tensorhub.core.messages import Grant, LayoutInfo, Orders, Report
-from tensorhub.core.names import worker_id
-from tensorhub.core.worker import events
+from tensorhub.protocol.messages import Grant, LayoutInfo, Orders, Report
+from tensorhub.protocol.names import worker_id
 from tensorhub.runtime.connection import Connection, LineEvent
 from tensorhub.runtime.loops import LoopThread
+from tensorhub.worker import events
 
 from .converse import converse
 from .processes import own_token

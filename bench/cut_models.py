@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tensorhub.core.boxes import GlobalTensor, contiguous_strides
-from tensorhub.memory.tiles.table import BoxTable, table_of_columns
+from tensorhub.protocol.layout import GlobalTensor, contiguous_strides
+from tensorhub.reshard.grid import BoxTable, table_of_columns
 
 DTYPE, ITEM = "bfloat16", 2
 

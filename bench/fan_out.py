@@ -11,7 +11,7 @@ from .machine import Idle
 from .processes import Child, Failed, Server
 from .section import Goal, Options, Section, seconds_text, size_text
 
-MOST_REPEATS = 3
+MAX_REPEATS = 3
 KIB = 1024
 CHUNKS = (4096 * KIB, 1024 * KIB)  # the default, and what suits links as slow as these
 BUSY_SHARE = 0.15  # less idle than this, and the cores were part of the bottleneck
@@ -139,7 +139,7 @@ def run(options: Options) -> list[Section]:
 
 def _measured(options: Options, section: Section, links: Links, counts: list[int], chunk_bytes: int) -> Section:
     size_bytes = options.link_bytes
-    repeats = min(options.rounds, MOST_REPEATS)
+    repeats = min(options.rounds, MAX_REPEATS)
     found: dict[tuple[str, int], list[dict[str, object]]] = {}
     ideal_s = size_bytes / links.bytes_per_s
     with LinkedWorkers(links, size_bytes, counts[-1], chunk_bytes=chunk_bytes) as lab:

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from tensorhub.core.messages import Grant
-from tensorhub.core.names import Version, WorkerId, worker_id
-from tensorhub.core.server import Outbox, Server
-from tensorhub.core.settings import Settings
-from tensorhub.core.worker import events
+from tensorhub.protocol.messages import Grant
+from tensorhub.protocol.names import Version, WorkerId, worker_id
+from tensorhub.protocol.settings import Settings
 from tensorhub.runtime.codec import decode_to_server, encode
+from tensorhub.server import Outbox, Server
+from tensorhub.worker import events
 from tests.sim.world import World
 
 from .deep import deep_size

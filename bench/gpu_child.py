@@ -14,8 +14,7 @@ from tensorhub.memory.fill import FillSink
 from tensorhub.memory.registration import register
 from tensorhub.runtime.config import worker_options
 from tensorhub.runtime.opening import make_transport
-from tensorhub.transport.base import Export
-from tensorhub.transport.progress import Progress
+from tensorhub.transport.base import Export, Progress
 
 from .converse import converse
 

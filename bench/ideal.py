@@ -12,7 +12,7 @@ import sys
 
 from aiohttp import WSMsgType, web
 
-from tensorhub.core.messages import (
+from tensorhub.protocol.messages import (
     MAX_LAYOUT_BYTES,
     Answer,
     Empty,
@@ -25,8 +25,8 @@ from tensorhub.core.messages import (
     Vacated,
     Withdrawing,
 )
-from tensorhub.core.names import Digest, Number, Ticket, Version, WorkerId
-from tensorhub.core.settings import Settings
+from tensorhub.protocol.names import Digest, Number, Ticket, Version, WorkerId
+from tensorhub.protocol.settings import Settings
 from tensorhub.runtime.codec import decode_to_server, encode
 
 from .serve import die_with_parent

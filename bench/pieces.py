@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from itertools import product
 from math import inf
 
-from tensorhub.transport.nixl_agent import MODULES
+from tensorhub.transport.nixl.agent import MODULES
 
 from .peers_run import GATHERED_FIRST, run_peer
 from .processes import Child, Failed

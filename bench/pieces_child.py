@@ -7,23 +7,19 @@ import time
 import numpy as np
 import xxhash
 
-from tensorhub.core.boxes import Box
 from tensorhub.memory.digests import build_manifest
 from tensorhub.memory.fill import FillSink
-from tensorhub.memory.hostmemory import copy_stream, on_host
+from tensorhub.memory.host_copies import copy_stream, on_host
 from tensorhub.memory.registration import Registration, register
-from tensorhub.memory.tiles.across import Across
-from tensorhub.memory.tiles.cells import tiles_of
-from tensorhub.memory.tiles.derive import Source, derive_manifest
-from tensorhub.memory.tiles.exported import Cut, decode_cut, export_of, publish_cut
-from tensorhub.memory.tiles.grid import Grid, grid_of
-from tensorhub.memory.tiles.table import BoxTable, table_of
-from tensorhub.memory.tiles.wire import grid_digest, layout_digest
+from tensorhub.protocol.layout import Box
+from tensorhub.reshard.derive import Source, derive_manifest
+from tensorhub.reshard.exported import Cut, decode_cut, export_of, publish_cut
+from tensorhub.reshard.grid import BoxTable, Grid, grid_of, table_of, tiles_of
+from tensorhub.reshard.read import Across
+from tensorhub.reshard.wire import grid_digest, layout_digest
 from tensorhub.runtime.config import worker_options
 from tensorhub.runtime.opening import make_transport
-from tensorhub.transport.base import Export, Transport
-from tensorhub.transport.progress import Progress
-from tensorhub.transport.waiting import read_to_end
+from tensorhub.transport.base import Export, Progress, Transport, read_to_end
 
 from .converse import converse
 from .plain import RawReader, RawSource

@@ -13,7 +13,7 @@ import numpy as np
 
 from .plain import CALL_BYTES, RawReader, in_parts, libc
 
-MOST_VECTORS = 1024  # of one call (IOV_MAX)
+MAX_VECTORS = 1024  # of one call (IOV_MAX)
 THREADS = 2
 
 
@@ -29,8 +29,8 @@ def read_rows(pid: int, theirs: np.ndarray, ours: np.ndarray) -> None:
     """Copy rows out of another process's memory; both by `addresses`."""
 
     def part(start: int, stop: int) -> None:
-        for first in range(start, stop, MOST_VECTORS):
-            last = min(first + MOST_VECTORS, stop)
+        for first in range(start, stop, MAX_VECTORS):
+            last = min(first + MAX_VECTORS, stop)
             wanted = int(ours[first:last, 1].sum())
             into, out_of = merged(ours[first:last]), merged(theirs[first:last])
             got = libc.process_vm_readv(pid, *_pointed(into), *_pointed(out_of), ctypes.c_ulong(0))

@@ -12,14 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
-from tensorhub.core.names import Digest
-from tensorhub.core.tile_manifest import TileManifest
-from tensorhub.memory.tiles.cells import tiles_of
-from tensorhub.memory.tiles.derive import Source, derive_manifest
-from tensorhub.memory.tiles.grid import Cutting, Grid
-from tensorhub.memory.tiles.plan import Plan, plan_reads
-from tensorhub.memory.tiles.table import BoxTable
-from tensorhub.memory.tiles.wire import decode_table, encode_grid, encode_table, grid_digest, layout_digest
+from tensorhub.protocol.manifest import TileManifest
+from tensorhub.protocol.names import Digest
+from tensorhub.reshard.derive import Source, derive_manifest
+from tensorhub.reshard.grid import BoxTable, Cutting, Grid, tiles_of
+from tensorhub.reshard.plan import Plan, plan_reads
+from tensorhub.reshard.wire import decode_table, encode_grid, encode_table, grid_digest, layout_digest
 
 from .cut_models import (
     KIMI,
@@ -35,7 +33,7 @@ from .cut_models import (
 )
 from .section import Goal, Options, Section, seconds_text, size_text
 
-MOST_S = 5.0  # of one core, for a reader's plan: a transfer of that model takes longer
+MAX_S = 5.0  # of one core, for a reader's plan: a transfer of that model takes longer
 
 
 @dataclass(frozen=True)
@@ -114,7 +112,7 @@ def run(options: Options) -> list[Section]:
         )
         total = seconds["derive"] + seconds["plan"]
         what = f"a reader's manifest and plan, {case.model.name}, {case.text}"
-        section.goals.append(Goal(what, f"≤ {seconds_text(MOST_S)}", seconds_text(total), total <= MOST_S))
+        section.goals.append(Goal(what, f"≤ {seconds_text(MAX_S)}", seconds_text(total), total <= MAX_S))
     section.figures = {"cases": figures}
     section.notes += [
         "CPU seconds of one thread; grid: once for each set of layouts; decoding: for each layout; the rest: a version",

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from math import inf
 from typing import Protocol
 
-from tensorhub.core.manifest import Layout, TensorSpec
-from tensorhub.core.messages import PROTOCOL, Grant, Hello, Holding, LayoutInfo
-from tensorhub.core.names import Digest, Version, WorkerId
-from tensorhub.core.worker import events
-from tensorhub.core.worker.machine import Worker
+from tensorhub.protocol.manifest import Layout, TensorSpec
+from tensorhub.protocol.messages import PROTOCOL, Grant, Hello, Holding, LayoutInfo
+from tensorhub.protocol.names import Digest, Version, WorkerId
+from tensorhub.worker import events
+from tensorhub.worker.machine import Worker
 
 CHUNKS = 256
 SIZE_BYTES = CHUNKS * 4 * 1024 * 1024

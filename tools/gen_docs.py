@@ -13,14 +13,13 @@ import tokenize
 from collections.abc import Callable
 from pathlib import Path
 
-from tensorhub.core import errors, messages
-from tensorhub.core import settings as server_settings
-from tensorhub.core.worker import buffer
+from tensorhub.protocol import errors, messages, settings
+from tensorhub.worker import buffer
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACE = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
-GROUPS = {  # the headings of core/messages.py → name of the table
+GROUPS = {  # the headings of protocol/messages.py → name of the table
     "the buffer of a worker": "buffer",
     "from a worker": "from-worker",
     "from the server": "from-server",
@@ -165,7 +164,7 @@ def server_setting_table() -> str:
     from tensorhub.runtime.config import table as setting_rows
 
     known = {row.name: row for row in setting_rows() if row.of == "server"}
-    module = Module(Path(str(server_settings.__file__)))
+    module = Module(Path(str(settings.__file__)))
     fields = [
         (name, cell(why))
         for node in module.classes

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from tensorhub.cli.errors import ErrorsAreLines
+from tensorhub.cli.output import ErrorsAreLines
 
 app = ErrorsAreLines(add_completion=False, pretty_exceptions_enable=False)
 NO_TYPE = ""  # of a switch: "<bool>" behind it in the help looks as if it took a value
@@ -39,7 +39,7 @@ def demo(
     """The main job: a real RL run on this machine, with faults; ends in a report as HTML and JSON."""
     from importlib.util import find_spec
 
-    from tensorhub.core.errors import TensorHubError
+    from tensorhub.protocol.errors import TensorHubError
 
     needs: tuple[str, ...] = ("torch", "matplotlib")
     hint = "pip install 'tensorhub[demo]'"

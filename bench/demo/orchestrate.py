@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from tensorhub.core.errors import UsageError
+from tensorhub.protocol.errors import UsageError
 
 from .checks import judge
 from .director import Director
@@ -22,8 +22,8 @@ from .report import show, write_report
 from .summary import summarise
 
 LOOK_S = 0.1
-MOST_S = 540.0  # of the whole run; a minute or two are usual
-MOST_WITH_ENGINES_S = 900.0  # three minutes are usual
+MAX_S = 540.0  # of the whole run; a minute or two are usual
+MAX_WITH_ENGINES_S = 900.0  # three minutes are usual
 LEAST_STEPS = 20
 
 
@@ -84,7 +84,7 @@ def run_demo(options: Options) -> int:
 
 
 def _run(options: Options, console: Console, events: Path, logs: Path) -> float:
-    began, most_s = now(), MOST_WITH_ENGINES_S if options.engine else MOST_S
+    began, most_s = now(), MAX_WITH_ENGINES_S if options.engine else MAX_S
     reader, progress = EventReader(events), Progress(options.steps)
     with EventLog(events, DIRECTOR) as log, Processes(logs) as processes, Display(progress, console) as display:
         director = _director(options, processes, progress, events, log)

@@ -15,7 +15,7 @@ import torch
 
 import tensorhub
 from tensorhub import SessionLost, TransferError, Unavailable, VersionUnavailable
-from tensorhub.core.snapshot import ReplicaView, Status
+from tensorhub.protocol.status import ReplicaView, Status
 
 from . import grpo, task
 from .events import TRAINER, Ended, Generated, Kept, Updated

@@ -19,7 +19,7 @@ import numpy as np
 from . import task
 
 ROOM = 2  # batches that wait in the trainer: one more for each would make samples older, not training faster
-MOST_FRAME_BYTES = 1 << 20
+MAX_FRAME_BYTES = 1 << 20
 _LENGTH = struct.Struct("!I")
 
 
@@ -182,7 +182,7 @@ def _receive(connection: socket.socket) -> bytes | None:
     if header is None:
         return None
     (length,) = _LENGTH.unpack(header)
-    if length > MOST_FRAME_BYTES:
+    if length > MAX_FRAME_BYTES:
         raise ValueError(f"a frame of {length} B")
     return _exactly(connection, length)
 

@@ -26,7 +26,7 @@ from .samples import Batch, Inbox
 from .sharded import ShardedWeights
 
 BATCHES = 2  # in a step: 32 prompts of 16 answers
-MOST_GRADIENT = 1.0
+MAX_GRADIENT = 1.0
 PATIENCE_S = 120.0  # for samples
 
 
@@ -46,7 +46,7 @@ def train(server: str, inbox: Inbox, log: EventLog, parent: Parent, *, steps: in
             began = time.monotonic()
             optimizer.zero_grad()
             torch.autograd.backward(loss_of(policy, batches))
-            torch.nn.utils.clip_grad_norm_(policy.parameters(), MOST_GRADIENT)
+            torch.nn.utils.clip_grad_norm_(policy.parameters(), MAX_GRADIENT)
             for group in optimizer.param_groups:
                 group["lr"] = grpo.learning_rate(version - 1, steps)
             computed_s = time.monotonic() - began

@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from tensorhub.cli.bounds import between
-from tensorhub.cli.errors import ErrorsAreLines
+from tensorhub.cli.output import ErrorsAreLines, between
 
 app = ErrorsAreLines(add_completion=False, pretty_exceptions_enable=False)
 

@@ -11,7 +11,7 @@ from .events import Published, Updated
 from .goals import Finding
 from .scenarios import Scenario
 
-MOST_RATIO = 1.15
+MAX_RATIO = 1.15
 
 
 class FanOutRun(Run):
@@ -41,11 +41,11 @@ class FanOutRun(Run):
                 self.alone[self.strategy] = median(took_s)
             return []
         text = f"the last of {self.scenario.rollouts} rollouts, over one alone on the same links, {self.strategy}"
-        alone_s, wanted = self.alone.get(self.strategy), f"≤ {MOST_RATIO:g}"
+        alone_s, wanted = self.alone.get(self.strategy), f"≤ {MAX_RATIO:g}"
         if not took_s or alone_s is None:
             return [Finding(text, wanted, "no version that all had got was seen", holds=False)]
         found = f"{median(took_s):.2f} s / {alone_s:.2f} s = {median(took_s) / alone_s:.2f}"
         link = f"one copy over a link at its rate: {self.scenario.transfer_s:.2f} s"
         return [
-            Finding(text, wanted, f"{found} ({link}; median of {len(took_s)})", median(took_s) <= MOST_RATIO * alone_s)
+            Finding(text, wanted, f"{found} ({link}; median of {len(took_s)})", median(took_s) <= MAX_RATIO * alone_s)
         ]

@@ -9,10 +9,10 @@ from .scenarios import Scenario
 from .summary import Outcome, mean, quantile
 
 UNPUBLISH_SLACK_S = 0.05
-MOST_WAN_COPIES = 1.005  # 1.00 to two decimals
-MOST_WAN_COPIES_KILLED = 1.05
+MAX_WAN_COPIES = 1.005  # 1.00 to two decimals
+MAX_WAN_COPIES_KILLED = 1.05
 STAGES = ("ring", "broadcast")
-MOST_SLICE_RATIO = 1.05
+MAX_SLICE_RATIO = 1.05
 LEAST_SLICES = 100  # of a worker, to be named as the worst
 BUSY = ", not valid: the processor was busy"
 BESIDE = "no goal, shown beside the best"
@@ -104,7 +104,7 @@ def _unpublish(scenario: Scenario, outcomes: Sequence[Outcome], round_trip_s: fl
 
 
 def _wan(outcome: Outcome) -> Finding:
-    limit = MOST_WAN_COPIES_KILLED if outcome.is_faulty else MOST_WAN_COPIES
+    limit = MAX_WAN_COPIES_KILLED if outcome.is_faulty else MAX_WAN_COPIES
     most = max(outcome.wan_copies.values())
     text = ", ".join(f"v{version}: {copies:.3f}" for version, copies in outcome.wan_copies.items())
     return Finding(
@@ -126,7 +126,7 @@ def _slices(outcome: Outcome) -> Finding:
     text += f"; all: {1000 * SLICE_S * outcome.slice_ratio:.2f} ms each"
     return Finding(
         f"a slice of the interpreter while weights move, over one while none do, {outcome.title}",
-        f"≤ {MOST_SLICE_RATIO:g}",
+        f"≤ {MAX_SLICE_RATIO:g}",
         text + ("" if outcome.is_valid else BUSY),
-        outcome.is_valid and ratio <= MOST_SLICE_RATIO,
+        outcome.is_valid and ratio <= MAX_SLICE_RATIO,
     )

@@ -24,7 +24,7 @@ MTU = 65000
 WAN_MTU = 9000
 PATIENCE_S = 20.0
 DEFAULT_QUEUE_MS = 100
-MOST_SITES, MOST_PLACES = 100, 240  # one byte each of an address; the rest is the router's
+MAX_SITES, MAX_PLACES = 100, 240  # one byte each of an address; the rest is the router's
 ROUTER = 254
 UPLINK = "up0"  # of a router, towards the other sites
 
@@ -132,7 +132,7 @@ class Network:
 
     def add_site(self, site: str) -> None:
         """A switch of its own."""
-        assert len(self._sites) < MOST_SITES, "more sites than addresses"
+        assert len(self._sites) < MAX_SITES, "more sites than addresses"
         bridge = f"br{len(self._sites)}"
         self._sites[site] = []
         run("ip", "-n", self._switch, "link", "add", bridge, "mtu", str(MTU), "type", "bridge")
@@ -141,7 +141,7 @@ class Network:
     def add(self, name: str, site: str, *, rate_mbit: int | None) -> Place:
         """A place behind a link of that rate; None: unlimited."""
         places, number = self._sites[site], list(self._sites).index(site)
-        assert len(places) < MOST_PLACES, "more places than addresses"
+        assert len(places) < MAX_PLACES, "more places than addresses"
         place = Place(name, f"{self._base}-{name}", f"10.77.{number}.{len(places) + 1}")
         places.append(place)
         self._attach(place, number, f"p{number}x{len(places)}", rate_mbit)

@@ -10,7 +10,7 @@ from .summary import mean
 SLOWED = "slowed"
 SLOWER = 4  # times
 FROM_SHARE, TO_SHARE = 0.2, 0.6  # of a transfer, to slow it in
-MOST_RATIO = 1.3
+MAX_RATIO = 1.3
 
 
 class SlowRelayRun(Run):
@@ -69,7 +69,7 @@ class SlowRelayRun(Run):
     def judge(self) -> list[Finding]:
         """Whether the others had to wait."""
         text = f"the others, beside a relay at a quarter of its rate, over what they take without it, {self.strategy}"
-        wanted = f"≤ {MOST_RATIO:g}"
+        wanted = f"≤ {MAX_RATIO:g}"
         if not self.slowed:
             return [Finding(text, wanted, "no relay was seen in mid-transfer", holds=False)]
         before, after = self.took_s(self.scenario.versions - 1), self.took_s(self.scenario.versions)
@@ -79,7 +79,7 @@ class SlowRelayRun(Run):
         left = [e.time - fault for e in self._seen_since(fault) if not any(r.source == self.slowed for r in e.reads)]
         moved = f", left after {left[0]:.1f} s" if left else ", never left"
         line = f"{found:.1f} s / {usual:.1f} s = {found / usual:.2f}{moved}{itself}"
-        return [Finding(text, wanted, line, found <= MOST_RATIO * usual)]
+        return [Finding(text, wanted, line, found <= MAX_RATIO * usual)]
 
     def _seen_since(self, time: float) -> list[Seen]:
         return [event for event in self.events if isinstance(event, Seen) and event.time > time]

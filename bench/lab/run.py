@@ -13,7 +13,7 @@ from pathlib import Path
 from msgspec.structs import replace as with_changes
 from rich.console import Console
 
-from tensorhub.core.errors import UsageError
+from tensorhub.protocol.errors import UsageError
 
 from ..demo.parent import ended_in_order
 from ..demo.processes import ProcessFailed

@@ -22,7 +22,7 @@ from .network import run as ip
 EVERY_S = 1.0
 CALM_S = 30.0
 LEAST_ALIVE = 2
-MOST_TRANSFERS = 2.0
+MAX_TRANSFERS = 2.0
 SETTLE_S = 5.0  # until who has left is gone from everybody's tables: a lease
 TRAINER, SERVER = "trainer", "server"
 
@@ -187,9 +187,9 @@ class StormRun(ElasticRun):
         transfers = most_s / self.scenario.transfer_s
         return Finding(
             f"all {len(self.places)} rollouts that live have the latest version ({self.last}), longest update",
-            f"≤ {MOST_TRANSFERS:g} transfers",
+            f"≤ {MAX_TRANSFERS:g} transfers",
             f"{most_s:.2f} s = {transfers:.2f} transfers",
-            transfers <= MOST_TRANSFERS,
+            transfers <= MAX_TRANSFERS,
         )
 
     def _retained(self) -> Finding:

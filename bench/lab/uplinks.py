@@ -8,7 +8,7 @@ from .events import Published, Updated
 from .goals import Finding
 from .network import UPLINK, Place, sent_bytes
 
-MOST_COPIES = 1.1
+MAX_COPIES = 1.1
 
 
 class UplinkRun(Run):
@@ -45,9 +45,9 @@ class UplinkRun(Run):
             Finding(
                 f"copies of each version that leave the trainer's site for {sites} sites with {rollouts} rollouts, "
                 f"{self.strategy}",
-                f"≤ {MOST_COPIES:g}",
+                f"≤ {MAX_COPIES:g}",
                 f"{self.copies:.2f}{longest} (one copy over an uplink: {self.scenario.uplink_transfer_s:.1f} s)",
-                0 < self.copies <= MOST_COPIES,
+                0 < self.copies <= MAX_COPIES,
             )
         ]
 

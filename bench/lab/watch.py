@@ -7,7 +7,7 @@ import msgspec
 
 import tensorhub
 from tensorhub import Unavailable
-from tensorhub.core.snapshot import ModelView, Status
+from tensorhub.protocol.status import ModelView, Status
 
 from ..demo.logs import EventLog, now
 from .events import Seen, SeenRead

@@ -12,8 +12,8 @@ Importing this starts nothing and loads neither torch nor the network libraries;
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from .core import errors
-from .core.errors import (
+from .protocol import errors
+from .protocol.errors import (
     Closed,
     CorruptTransfer,
     DeadlineExceeded,
@@ -36,22 +36,22 @@ from .core.errors import (
     VersionConflict,
     VersionUnavailable,
 )
-from .transport import shortages as _shortages
+from .transport import threads
 
 if TYPE_CHECKING:
     from . import aio
     from .api import View, Weights, connect, leave_on_sigterm, open, serve
-    from .core.boxes import Box
     from .group import Group, open_group
     from .loading import Loaded, load, load_shards
     from .memory.empty import empty, empty_like
+    from .protocol.layout import Box
     from .sets import WeightsSet, open_set
 
 __version__ = "0.1.0"
 
 _LAZY = {
     **dict.fromkeys(("View", "Weights", "connect", "leave_on_sigterm", "open", "serve"), ".api"),
-    "Box": ".core.boxes",
+    "Box": ".protocol.layout",
     **dict.fromkeys(("Group", "open_group"), ".group"),
     **dict.fromkeys(("Loaded", "load", "load_shards"), ".loading"),
     **dict.fromkeys(("empty", "empty_like"), ".memory.empty"),
@@ -102,7 +102,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    with _shortages.named(f"it loaded tensorhub.{name}"):
+    with threads.named(f"it loaded tensorhub.{name}"):
         if name == "aio":
             return import_module(".aio", __name__)
         if name in _LAZY:

@@ -13,15 +13,15 @@ from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
-from .core.boxes import Box
-from .core.errors import Refused, UsageError
-from .core.messages import Spec
-from .core.metadata import Json, encode_metadata
-from .core.names import ModelName
-from .core.snapshot import LayoutView, ModelView, ReplicaView, Status, Transfer, VersionView
 from .loading import load_async, load_shards_async
 from .memory.registration import Registration
 from .memory.registration import register as register_tensors
+from .protocol.errors import Refused, UsageError
+from .protocol.layout import Box
+from .protocol.manifest import Json, encode_metadata
+from .protocol.messages import Spec
+from .protocol.names import ModelName
+from .protocol.status import LayoutView, ModelView, ReplicaView, Status, Transfer, VersionView
 from .runtime.client import Client
 from .runtime.config import (
     Options,
@@ -33,11 +33,9 @@ from .runtime.config import (
     worker_options,
 )
 from .runtime.descriptions import layout_of, metadata_of
-from .runtime.errands import Undo
-from .runtime.loops import LoopThread, check_process, in_thread, loop_thread, warn_unreferenced
+from .runtime.loops import LoopThread, Undo, check_process, in_thread, loop_thread, warn_unreferenced
 from .runtime.opening import leave_at_once, open_client
-from .runtime.questions import fetch_status, wait_for_number
-from .runtime.specs import parse_number, plain_spec
+from .runtime.questions import fetch_status, parse_number, plain_spec, wait_for_number
 
 if TYPE_CHECKING:
     from .memory.registration import type_of_dtype, type_of_weights

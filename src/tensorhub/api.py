@@ -11,11 +11,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
 from . import aio
-from .core.boxes import Box
-from .core.messages import Spec
-from .core.metadata import Json
-from .core.snapshot import LayoutView, ReplicaView, Status, Transfer, VersionView
 from .memory.registration import register as register_tensors
+from .protocol.layout import Box
+from .protocol.manifest import Json
+from .protocol.messages import Spec
+from .protocol.status import LayoutView, ReplicaView, Status, Transfer, VersionView
 from .runtime.config import options_without_token, parse_seconds, server_settings
 from .runtime.loops import loop_thread
 from .runtime.opening import leave_on_sigterm as install_sigterm

@@ -7,13 +7,13 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from .core.errors import UsageError
-from .core.messages import Spec
-from .core.metadata import Json
+from .protocol.errors import UsageError
+from .protocol.manifest import Json
+from .protocol.messages import Spec
 from .runtime.config import Options, check_name, parse_seconds, worker_options
-from .runtime.filling import Filled, fill_all
 from .runtime.loops import loop_thread
-from .runtime.specs import spec_of_text
+from .runtime.opening import Filled, fill_all
+from .runtime.questions import spec_of_text
 
 if TYPE_CHECKING:
     from .memory.registration import type_of_tensor

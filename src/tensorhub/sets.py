@@ -10,18 +10,16 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from . import aio
-from .core.boxes import Box
-from .core.errors import UsageError
-from .core.messages import MAX_COMPANIONS, Spec
-from .core.metadata import Json
-from .core.version_spec import parse_spec
+from .group import Several, all_or_none, leave, together
 from .memory.registration import register as register_tensors
-from .runtime.config import MOST_SECONDS, Options, check_name, parse_seconds, worker_options
+from .protocol.errors import UsageError
+from .protocol.layout import Box
+from .protocol.manifest import Json
+from .protocol.messages import MAX_COMPANIONS, Spec, parse_spec
+from .runtime.config import MAX_SECONDS, Options, check_name, parse_seconds, worker_options
 from .runtime.loops import loop_thread
-from .runtime.questions import wait_for_version
+from .runtime.questions import plain_spec, wait_for_version
 from .runtime.sets import SetCalls
-from .runtime.specs import plain_spec
-from .several import Several, all_or_none, leave, together
 
 if TYPE_CHECKING:
     from .memory.registration import type_of_dtype, type_of_weights
@@ -223,7 +221,7 @@ class WeightsSet(Several):
     def _claim(self, version: int, timeout: float | None, begun: list[aio.Weights]) -> None:
         self._calls.check_idle("mutating")
         deadline = self._members[0]._deadline(timeout)
-        patience_s = min(MOST_SECONDS, deadline - time.monotonic() + self._calls.back_s)
+        patience_s = min(MAX_SECONDS, deadline - time.monotonic() + self._calls.back_s)
 
         async def claim() -> None:
             await self._calls.claim(version, deadline)

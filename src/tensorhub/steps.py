@@ -7,12 +7,12 @@ waits for the others as long as their calls may take, which is said here too.
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from .core.metadata import encode_metadata
-from .memory.dtensors import boxes_of_dtensor as boxes_of_dtensor
+from .memory.modules import boxes_of_dtensor as boxes_of_dtensor
 from .memory.modules import parts_of_module as parts_of_module
 from .memory.modules import state_of_module as state_of_module
+from .protocol.manifest import encode_metadata
 from .runtime.config import options_without_token, parse_seconds
-from .runtime.specs import parse_number
+from .runtime.questions import parse_number
 
 if TYPE_CHECKING:
     from .api import Weights

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 import tensorhub
 from runtime.kit import eventually, in_threads
-from tensorhub.core.snapshot import TensorView
+from tensorhub.protocol.status import TensorView
 from tensorhub.runtime import descriptions
 
 SAID = {"step": 7}

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import tensorhub
-from tensorhub.core import errors
+from tensorhub.protocol import errors
 
 LOOK = """
 import sys, threading

@@ -12,8 +12,8 @@ import torch
 import tensorhub
 from runtime.kit import eventually, in_threads
 from tensorhub import Box
-from tensorhub.runtime import cutting, tile_plane
-from tensorhub.transport import nixl_probe
+from tensorhub.runtime import publishing, tile_reads
+from tensorhub.transport.nixl import probe
 
 ROWS, COLUMNS = 300, 128
 SHAPE = (ROWS, COLUMNS)
@@ -77,7 +77,7 @@ def test_rows_to_columns_to_rows(replica):
     in_threads(*(weights.check for weights, _, _ in (*trainer, *engine, *other)))
 
 
-@pytest.mark.skipif(bool(nixl_probe.probe().why_not), reason=nixl_probe.probe().why_not or "it is here")
+@pytest.mark.skipif(bool(probe.probe().why_not), reason=probe.probe().why_not or "it is here")
 def test_rows_to_columns_by_nixl_only(replica):
     trainer = replica("trainer", (0, 100, 170, ROWS), 0, transports="nixl")
     engine = replica("engine", (0, 64, COLUMNS), 1, transports="nixl")
@@ -191,9 +191,9 @@ def test_an_error_of_the_reader_itself_comes_with_its_hint_and_its_cause(replica
 
     publish(replica("trainer", (0, ROWS), 0), 1)
     engine = replica("engine", (0, 64, COLUMNS), 1)
-    derived = tile_plane.version_from
+    derived = tile_reads.version_from
     monkeypatch.setattr(
-        tile_plane, "version_from", lambda mine, *more: (fails if mine is its_own else derived)(mine, *more)
+        tile_reads, "version_from", lambda mine, *more: (fails if mine is its_own else derived)(mine, *more)
     )
     its_own = engine[1][0]._aio._client.driver.data.registration
     found = in_threads(*(lambda weights=weights: weights.replicate("latest", timeout=20) for weights, _, _ in engine))
@@ -384,7 +384,7 @@ def test_verify_none_is_refused_with_boxes(server):
 def test_shards_that_heard_of_different_readers_cut_anew(replica, monkeypatch):
     """A reader has registered between the questions of two shards."""
     trainer, engine = replica("trainer", (0, 100, ROWS), 0), replica("engine", (0, 64, COLUMNS), 1)
-    real, asked = cutting.fetch_cuts, []
+    real, asked = publishing.fetch_cuts, []
 
     async def fetch(options, model, deadline, *, replica):
         found = await real(options, model, deadline, replica=replica)
@@ -398,8 +398,8 @@ def test_shards_that_heard_of_different_readers_cut_anew(replica, monkeypatch):
         shards = tuple(type(one)(one.replica, one.shard, one.shards, number) for number, one in enumerate(view.shards))
         return type(view)(shards, view.boxes)
 
-    monkeypatch.setattr(cutting.CutsView, "_renumbered", renumbered, raising=False)
-    monkeypatch.setattr(cutting, "fetch_cuts", fetch)
+    monkeypatch.setattr(publishing.CutsView, "_renumbered", renumbered, raising=False)
+    monkeypatch.setattr(publishing, "fetch_cuts", fetch)
     publish(trainer, 1)
     assert len(asked) >= 4
     assert fill(engine) == 1
@@ -554,7 +554,7 @@ def test_what_was_changed_in_part_of_a_tile_is_never_kept_as_the_version(server)
 
 def test_other_tensors_that_are_registered_while_a_read_ahead_is_worked_out_get_their_own_bytes(server, monkeypatch):
     """Of one size and in another order: what was worked out for those before would be the other's, and verified."""
-    inside, go, real = threading.Event(), threading.Event(), tile_plane.version_from
+    inside, go, real = threading.Event(), threading.Event(), tile_reads.version_from
 
     def held_up(*arguments):
         found = real(*arguments)
@@ -573,7 +573,7 @@ def test_other_tensors_that_are_registered_while_a_read_ahead_is_worked_out_get_
             weights.register(tensors, boxes={name: [Box(name, SHAPE, at, size)] for name in tensors})
             publishers.append(weights)
         assert in_threads(*(lambda weights=weights: weights.publish(1) for weights in publishers)) == [1, 1]
-        monkeypatch.setattr(tile_plane, "version_from", held_up)
+        monkeypatch.setattr(tile_reads, "version_from", held_up)
         reader = tensorhub.open("m", replica="r", prefetch="always", server=server.address, call_timeout=20)
         stack.enter_context(reader)
         stack.callback(go.set)

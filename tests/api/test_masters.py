@@ -12,13 +12,13 @@ import torch
 
 import tensorhub
 from runtime.kit import eventually, in_threads
-from tensorhub.core.messages import Holding
-from tensorhub.core.names import Digest, Version, worker_id
-from tensorhub.memory.masters import Casts
+from tensorhub.memory.cast import Casts
 from tensorhub.memory.registration import register
+from tensorhub.protocol.messages import Holding
+from tensorhub.protocol.names import Digest, Version, worker_id
 from tensorhub.runtime import dataplane
+from tensorhub.runtime.cast_state import Wholeness
 from tensorhub.runtime.driver import Driver
-from tensorhub.runtime.wholeness import Wholeness
 
 SIZE = 200_000
 

@@ -14,7 +14,7 @@ import pytest
 
 import tensorhub
 from runtime.kit import eventually, in_threads, within
-from tensorhub.runtime import long_waits
+from tensorhub.runtime import driver
 
 LEASE_S = 2.0  # of the server of these tests
 NOTICED_S = LEASE_S + 1.5  # a lease, a report, and a slow machine
@@ -121,7 +121,7 @@ def test_tasks_of_one_loop_wait_for_each_other(server):
 @pytest.mark.parametrize("first_s", [LEASE_S / 4, LEASE_S * 1.5])
 def test_a_shard_that_lives_and_does_not_call_is_named_in_the_log_once(pair, caplog, monkeypatch, first_s):
     """The machine says it after a lease and a report, any long call after a while: whichever comes first."""
-    monkeypatch.setattr(long_waits, "SAYS_AFTER_S", (first_s, 60.0))
+    monkeypatch.setattr(driver, "SAYS_AFTER_S", (first_s, 60.0))
     caplog.set_level(logging.WARNING, "tensorhub")
     is_over = threading.Event()
     thread = threading.Thread(target=is_over.wait, args=(30,), daemon=True)  # it might be about to call

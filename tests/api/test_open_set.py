@@ -13,7 +13,7 @@ import tensorhub
 from runtime.kit import eventually, in_threads
 from tensorhub import aio
 from tensorhub.runtime.loops import GRACE_S
-from tensorhub.transport.local import LocalTransport
+from tensorhub.transport.local.transport import LocalTransport
 
 MODELS = ("target", "draft")
 SIZES = {"target": 60_000, "draft": 7_000}

@@ -14,7 +14,7 @@ import tensorhub
 from tensorhub import Box
 from tensorhub.memory.registration import register
 from tensorhub.runtime.config import check_place, parse_fraction, server_settings, worker_options
-from tensorhub.runtime.specs import plain_spec
+from tensorhub.runtime.questions import plain_spec
 
 
 class Number(int):

@@ -10,13 +10,13 @@ import pytest
 
 import tensorhub
 from runtime.kit import eventually
-from tensorhub.memory import masters
-from tensorhub.memory.hostmemory import HostMemory
+from tensorhub.memory import cast
+from tensorhub.memory.host_copies import HostMemory
 from tensorhub.memory.room import Room
 from tensorhub.runtime import client
+from tensorhub.runtime.cast_state import Suspension
 from tensorhub.runtime.client import Client
 from tensorhub.runtime.loops import loop_thread
-from tensorhub.runtime.suspending import Suspension
 from tensorhub.transport import sealed
 
 torch = pytest.importorskip("torch")
@@ -273,13 +273,13 @@ def test_masters_are_cast_from_where_they_are_then(join):
 @pytest.fixture
 def takers(monkeypatch):
     """The threads that have taken memory for masters, in order."""
-    seen, real = [], masters._memory
+    seen, real = [], cast._memory
 
     def memory(size_bytes):
         seen.append(threading.current_thread())
         return real(size_bytes)
 
-    monkeypatch.setattr(masters, "_memory", memory)
+    monkeypatch.setattr(cast, "_memory", memory)
     return seen
 
 

@@ -63,7 +63,7 @@ def test_a_worker_that_is_opened_when_its_caller_is_interrupted_does_not_live_on
 
 def test_an_answer_without_an_end_is_not_kept(monkeypatch):
     """Whatever listens at that address, it takes no more memory than the longest answer of a server."""
-    monkeypatch.setattr(questions, "MOST_ANSWER_BYTES", 1 << 20)
+    monkeypatch.setattr(questions, "MAX_ANSWER_BYTES", 1 << 20)
     piece = b"10000\r\n" + bytes(1 << 16) + b"\r\n"
     with socket.create_server(("127.0.0.1", 0)) as listener:
 

@@ -13,10 +13,10 @@ import pytest
 
 import tensorhub
 from runtime.kit import eventually, in_threads, within
-from tensorhub.core.server.records import VersionRecord
 from tensorhub.memory.room import Room
 from tensorhub.runtime.copies import HostCopies
 from tensorhub.runtime.driver import AFTER_DEADLINE_S
+from tensorhub.server.versions import VersionRecord
 
 torch = pytest.importorskip("torch")
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tensorhub.core.snapshot import CallView, ModelView, ReplicaView, Status, Transfer, VersionView, WorkerView
+from tensorhub.protocol.status import CallView, ModelView, ReplicaView, Status, Transfer, VersionView, WorkerView
 
 MIB = 1 << 20
 

@@ -16,8 +16,8 @@ from typing import BinaryIO
 import pytest
 
 import tensorhub
-from tensorhub.cli.errors import error_text
-from tensorhub.core.errors import ServerUnreachable, VersionConflict
+from tensorhub.cli.output import error_text
+from tensorhub.protocol.errors import ServerUnreachable, VersionConflict
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:

@@ -11,10 +11,17 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tensorhub.cli import doctor, machine
-from tensorhub.cli.doctor import Check, Findings, TransportCheck, check_server, check_transport, with_choice
-from tensorhub.cli.doctor_draw import draw_findings
-from tensorhub.cli.machine import machine_checks
+from tensorhub.cli import doctor
+from tensorhub.cli.doctor import (
+    Check,
+    Findings,
+    TransportCheck,
+    check_server,
+    check_transport,
+    draw_findings,
+    machine_checks,
+    with_choice,
+)
 
 from .test_commands import run
 
@@ -180,8 +187,8 @@ def test_every_fact_about_the_machine_is_a_line(monkeypatch: pytest.MonkeyPatch)
     found = machine_checks()
     assert all(check.says and check.state in ("good", "note", "absent") for check in found)
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 1024))
-    monkeypatch.setattr(machine, "yama_scope", lambda: 2)
-    monkeypatch.setattr(machine, "_status", lambda name: "")
+    monkeypatch.setattr(doctor, "yama_scope", lambda: 2)
+    monkeypatch.setattr(doctor, "_status", lambda name: "")
     notes = {check.name: check for check in machine_checks() if check.state == "note"}
     assert notes["open files"].remedy == "ulimit -n 1024"
     assert "ptrace_scope" in notes["reading memory"].remedy
@@ -191,7 +198,7 @@ def test_what_cannot_be_found_out_is_a_note(monkeypatch: pytest.MonkeyPatch) -> 
     def broken() -> str:
         raise OSError("no such file")
 
-    monkeypatch.setattr(machine.platform, "release", broken)
+    monkeypatch.setattr(doctor.platform, "release", broken)
     assert machine_checks()[0].state == "note"
 
 

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from tensorhub.cli.draw import _reading, draw_status, status_json
-from tensorhub.core.snapshot import CallView, ModelView, ReplicaView, Status, VersionView
+from tensorhub.cli.status import _reading, draw_status, status_json
+from tensorhub.protocol.status import CallView, ModelView, ReplicaView, Status, VersionView
 
 from .pictures import busy, quiet, transfer, worker
 

@@ -8,10 +8,10 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from tensorhub.cli.leaving import shown
-from tensorhub.cli.live import Watcher, watch
-from tensorhub.core.errors import ServerUnreachable
-from tensorhub.core.snapshot import Status
+from tensorhub.cli.output import shown
+from tensorhub.cli.status import Watcher, watch
+from tensorhub.protocol.errors import ServerUnreachable
+from tensorhub.protocol.status import Status
 
 from .pictures import busy
 

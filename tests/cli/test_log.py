@@ -72,7 +72,7 @@ def test_lines_come_in_their_order_and_the_last_ones_before_the_end(pipe: tuple[
 
 
 def test_what_nobody_reads_is_dropped_and_counted(pipe: tuple[Reader, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log, "MOST_WAITING_BYTES", 10_000)
+    monkeypatch.setattr(log, "MAX_WAITING_BYTES", 10_000)
     monkeypatch.setattr(log, "END_S", END_S)
     reader, writing = pipe
     handler = WaitingLog(writing)

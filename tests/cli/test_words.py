@@ -2,7 +2,7 @@
 
 import pytest
 
-from tensorhub.cli.words import count_text, plain_text, shards_text, size_text, some_text, time_text
+from tensorhub.cli.output import count_text, plain_text, shards_text, size_text, some_text, time_text
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,14 @@
 
 from msgspec import structs
 
-from tensorhub.core.manifest import Layout, TensorSpec
-from tensorhub.core.messages import PROTOCOL, Answer, CallReport, Grant, Hello, Holding, LayoutInfo, Orders, Report
-from tensorhub.core.names import Digest, Number, Ticket, Version, WorkerId, worker_id
-from tensorhub.core.server import Server
-from tensorhub.core.server.rules.selection import Candidate
-from tensorhub.core.settings import Settings
-from tensorhub.core.worker import events
-from tensorhub.core.worker.machine import Worker
+from tensorhub.protocol.manifest import Layout, TensorSpec
+from tensorhub.protocol.messages import PROTOCOL, Answer, CallReport, Grant, Hello, Holding, LayoutInfo, Orders, Report
+from tensorhub.protocol.names import Digest, Number, Ticket, Version, WorkerId, worker_id
+from tensorhub.protocol.settings import Settings
+from tensorhub.server import Server
+from tensorhub.server.rules.selection import Candidate
+from tensorhub.worker import events
+from tensorhub.worker.machine import Worker
 
 LEASE_S = Settings().lease_s
 LAYOUT = Layout((TensorSpec("w", "float32", (4,), (1,), 0, 16),), 16)

@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorhub.core.messages import Holding, Orders, Refusal
-from tensorhub.core.names import Digest, ModelName, Number, Version
-from tensorhub.core.server import Server
-from tensorhub.core.server.lines import plain_cut
-from tensorhub.core.settings import Settings
+from tensorhub.protocol.messages import Holding, Orders, Refusal
+from tensorhub.protocol.names import Digest, ModelName, Number, Version
+from tensorhub.protocol.settings import Settings
+from tensorhub.server import Server
+from tensorhub.server.members import plain_cut
 
 from .kit import hello, report, worker
 

@@ -7,18 +7,23 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tensorhub.core.boxes import Box, GlobalTensor, boxes_of, checked, part_text, refuse_difference, whole
-from tensorhub.core.errors import LayoutMismatch, UsageError
-from tensorhub.core.manifest import Layout, TensorSpec, item_bytes
-from tensorhub.core.placements import (
+from tensorhub.protocol.errors import LayoutMismatch, UsageError
+from tensorhub.protocol.layout import (
+    Box,
+    GlobalTensor,
     Placement,
     Replicated,
     Sharded,
     StridedSharded,
+    boxes_of,
     boxes_of_placements,
+    checked,
+    part_text,
+    refuse_difference,
     runs_of_placements,
+    whole,
 )
-from tensorhub.core.tile_manifest import TileManifest, decode_tile_manifest
+from tensorhub.protocol.manifest import Layout, TensorSpec, TileManifest, decode_tile_manifest, item_bytes
 
 QKV = TensorSpec("qkv", "bfloat16", (12, 4), (4, 1), 0, 96)
 TWO = Layout((QKV, TensorSpec("norm", "float32", (4,), (1,), 96, 16)), 112)

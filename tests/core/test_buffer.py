@@ -6,8 +6,8 @@ from itertools import product
 import pytest
 from msgspec.structs import replace
 
-from tensorhub.core.errors import InvariantViolation
-from tensorhub.core.messages import (
+from tensorhub.protocol.errors import InvariantViolation
+from tensorhub.protocol.messages import (
     Buffer,
     Empty,
     Failure,
@@ -20,9 +20,9 @@ from tensorhub.core.messages import (
     Vacated,
     Withdrawing,
 )
-from tensorhub.core.names import Digest, Number, Ticket, Version
-from tensorhub.core.worker import events
-from tensorhub.core.worker.buffer import TRANSITIONS, RegisteredMemory
+from tensorhub.protocol.names import Digest, Number, Ticket, Version
+from tensorhub.worker import events
+from tensorhub.worker.buffer import TRANSITIONS, RegisteredMemory
 
 from .kit import LAYOUT, Conversation, grant, orders, worker
 

@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from tensorhub.core.messages import (
+from tensorhub.protocol.messages import (
     Answer,
     Empty,
     Failure,
@@ -16,10 +16,10 @@ from tensorhub.core.messages import (
     Vacated,
     Withdrawing,
 )
-from tensorhub.core.names import Digest, Number, Ticket, Version
-from tensorhub.core.worker import events
-from tensorhub.core.worker.call import Call
-from tensorhub.core.worker.events_across import AcrossOpened, OpenAcross, StartAcross
+from tensorhub.protocol.names import Digest, Number, Ticket, Version
+from tensorhub.worker import events
+from tensorhub.worker.events import AcrossOpened, OpenAcross, StartAcross
+from tensorhub.worker.state import Call
 
 from .kit import LAYOUT, Conversation, grant, orders
 

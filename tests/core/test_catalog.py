@@ -3,12 +3,11 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorhub.core.messages import Buffer, Empty, Filling, Holding, HostCopy, Poisoned, Withdrawing
-from tensorhub.core.names import Digest, ModelName, ReplicaName, Shard, Version
-from tensorhub.core.server.catalog import Model
-from tensorhub.core.server.content import NOTHING, Content, version_in
-from tensorhub.core.server.groups import Replica
-from tensorhub.core.server.lines import Line
+from tensorhub.protocol.messages import Buffer, Empty, Filling, Holding, HostCopy, Poisoned, Withdrawing
+from tensorhub.protocol.names import Digest, ModelName, ReplicaName, Shard, Version
+from tensorhub.server.groups import Replica
+from tensorhub.server.members import NOTHING, Content, Line, version_in
+from tensorhub.server.versions import Model
 
 from .kit import worker
 

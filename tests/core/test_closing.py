@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from tensorhub.core.messages import Holding, HostCopy
-from tensorhub.core.names import Digest, Version
+from tensorhub.protocol.messages import Holding, HostCopy
+from tensorhub.protocol.names import Digest, Version
 
 from .kit import worker
 from .town import Town

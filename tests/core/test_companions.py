@@ -2,9 +2,9 @@
 
 from msgspec.structs import replace
 
-from tensorhub.core.messages import Holding, HostCopy
-from tensorhub.core.names import Digest, ModelName, Version, WorkerId
-from tensorhub.core.server.companions import Companions
+from tensorhub.protocol.messages import Holding, HostCopy
+from tensorhub.protocol.names import Digest, ModelName, Version, WorkerId
+from tensorhub.server.members import Companions
 
 from .kit import worker
 from .town import Town

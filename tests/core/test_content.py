@@ -1,9 +1,8 @@
 """What a worker has, told apart by how it is laid out."""
 
-from tensorhub.core.messages import Empty, HostCopy
-from tensorhub.core.names import BOXED, Digest, Shard, Version
-from tensorhub.core.server.content import Content
-from tensorhub.core.server.lines import Line
+from tensorhub.protocol.messages import Empty, HostCopy
+from tensorhub.protocol.names import BOXED, Digest, Shard, Version
+from tensorhub.server.members import Content, Line
 
 NOW, BEFORE = Digest(f"{BOXED}now"), Digest(f"{BOXED}before")
 

@@ -3,11 +3,11 @@
 import pytest
 from msgspec.structs import replace
 
-from tensorhub.core.errors import BY_CODE
-from tensorhub.core.messages import Answer, Failure, LayoutInfo, Orders, Refusal
-from tensorhub.core.names import Number, Ticket, Version
-from tensorhub.core.worker import events
-from tensorhub.core.worker.machine import Worker
+from tensorhub.protocol.errors import BY_CODE
+from tensorhub.protocol.messages import Answer, Failure, LayoutInfo, Orders, Refusal
+from tensorhub.protocol.names import Number, Ticket, Version
+from tensorhub.worker import events
+from tensorhub.worker.machine import Worker
 
 from .kit import LAYOUT, grant, worker
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tensorhub.core import errors
-from tensorhub.core.errors import BY_CODE, TensorHubError, error_from_code
+from tensorhub.protocol import errors
+from tensorhub.protocol.errors import BY_CODE, TensorHubError, error_from_code
 
 
 @pytest.mark.parametrize("code", BY_CODE)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tensorhub.core.messages import CallReport, Filling, Holding, HostCopy, Withdrawing
-from tensorhub.core.names import Digest, Number, Version, WorkerId
+from tensorhub.protocol.messages import CallReport, Filling, Holding, HostCopy, Withdrawing
+from tensorhub.protocol.names import Digest, Number, Version, WorkerId
 
 from .kit import LEASE_S, worker
 from .town import Town

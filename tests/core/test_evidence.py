@@ -5,8 +5,8 @@ The server saw neither of them. It knows what workers say, and what they can sho
 
 import pytest
 
-from tensorhub.core.messages import CallReport, Empty, Holding, HostCopy, Withdrawing
-from tensorhub.core.names import Digest, Number, Version, WorkerId
+from tensorhub.protocol.messages import CallReport, Empty, Holding, HostCopy, Withdrawing
+from tensorhub.protocol.names import Digest, Number, Version, WorkerId
 
 from .kit import worker
 from .town import Town

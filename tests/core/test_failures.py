@@ -2,11 +2,11 @@
 
 import pytest
 
-from tensorhub.core.messages import CallReport, Filling, Holding, Orders, Report, TicketFailure
-from tensorhub.core.names import Digest, Ticket, Version, WorkerId
-from tensorhub.core.server import Server, facts
-from tensorhub.core.server.rules import sources
-from tensorhub.core.settings import Settings
+from tensorhub.protocol.messages import CallReport, Filling, Holding, Orders, Report, TicketFailure
+from tensorhub.protocol.names import Digest, Ticket, Version, WorkerId
+from tensorhub.protocol.settings import Settings
+from tensorhub.server import Server, state
+from tensorhub.server.rules import sources
 
 from .kit import hello, worker
 
@@ -177,10 +177,10 @@ def test_what_one_reader_has_learned_of_a_source_helps_the_next() -> None:
     cluster.crash(RELAYS[0], with_its_line=False)
     assert cluster.source == RELAYS[0]
     cluster.fail()
-    assert facts.is_doubtful(cluster.server.state, cluster.server.state.known(RELAYS[0]))
+    assert state.is_doubtful(cluster.server.state, cluster.server.state.known(RELAYS[0]))
     cluster.living.append(RELAYS[0])  # it lives after all, and says so
     cluster.hold(RELAYS[0])
-    assert not facts.is_doubtful(cluster.server.state, cluster.server.state.known(RELAYS[0]))
+    assert not state.is_doubtful(cluster.server.state, cluster.server.state.known(RELAYS[0]))
 
 
 def test_nobody_tries_again_what_no_other_source_would_help() -> None:

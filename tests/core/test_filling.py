@@ -3,9 +3,9 @@
 import pytest
 from msgspec.structs import replace
 
-from tensorhub.core.messages import Answer, Holding, LayoutInfo, Poisoned, Refusal, Withdrawing
-from tensorhub.core.names import Digest, Number, Ticket, Version
-from tensorhub.core.worker import events
+from tensorhub.protocol.messages import Answer, Holding, LayoutInfo, Poisoned, Refusal, Withdrawing
+from tensorhub.protocol.names import Digest, Number, Ticket, Version
+from tensorhub.worker import events
 
 from .kit import LAYOUT, Conversation, grant, orders
 

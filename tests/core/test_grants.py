@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tensorhub.core.messages import (
+from tensorhub.protocol.messages import (
     Answer,
     CallReport,
     Filling,
@@ -18,12 +18,12 @@ from tensorhub.core.messages import (
     TicketFailure,
     Withdrawing,
 )
-from tensorhub.core.names import Digest, Ticket, Version, WorkerId
-from tensorhub.core.server.decisions import Decision
-from tensorhub.core.server.membership import Member
-from tensorhub.core.server.receipts import publisher_in
-from tensorhub.core.server.rules import grants, sources
-from tensorhub.core.server.state import State
+from tensorhub.protocol.names import Digest, Ticket, Version, WorkerId
+from tensorhub.server.decisions import Decision
+from tensorhub.server.members import Member
+from tensorhub.server.rules import reads, sources
+from tensorhub.server.state import State
+from tensorhub.server.versions import publisher_in
 
 from .kit import worker
 from .town import Town
@@ -258,7 +258,7 @@ def test_rules_that_contradict_each_other_do_not_go_round_for_ever(monkeypatch: 
         state.mark_dirty(member.worker)
         yield from ()
 
-    monkeypatch.setattr(grants, "decide_read", once_more)
+    monkeypatch.setattr(reads, "decide_read", once_more)
     town = Town()
     town.joins(READER)
     assert town.server.state.counters["unsettled"] > 0

@@ -1,8 +1,8 @@
 """What the shards of one replica do together."""
 
-from tensorhub.core.messages import Answer, CallReport, Failure
-from tensorhub.core.names import Digest, ReplicaName, Shard, Version
-from tensorhub.core.server.groups import Replica, some_shards
+from tensorhub.protocol.messages import Answer, CallReport, Failure
+from tensorhub.protocol.names import Digest, ReplicaName, Shard, Version
+from tensorhub.server.groups import Replica, some_shards
 
 from .kit import called, worker
 

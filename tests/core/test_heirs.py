@@ -2,9 +2,9 @@
 
 import pytest
 
-from tensorhub.core.messages import CallReport, Filling, Holding, HostCopy, Withdrawing
-from tensorhub.core.names import Digest, Number, Version
-from tensorhub.core.server.rules import heirs
+from tensorhub.protocol.messages import CallReport, Filling, Holding, HostCopy, Withdrawing
+from tensorhub.protocol.names import Digest, Number, Version
+from tensorhub.server.rules import retention
 
 from .kit import worker
 from .town import Town
@@ -14,7 +14,7 @@ LEAVERS, HEIR = [worker(f"leaver-{number}") for number in range(6)], worker("sta
 
 
 def test_those_that_leave_do_not_hide_who_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heirs, "MOST_LOOKED_AT", 3)
+    monkeypatch.setattr(retention, "MAX_LOOKED_AT", 3)
     town = Town()
     for leaver in LEAVERS:
         town.joins(leaver, buffer=Holding(ONE, OLD), copies_left=1)

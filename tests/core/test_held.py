@@ -2,10 +2,10 @@
 
 import pytest
 
-from tensorhub.core.messages import CallReport, Empty, Filling, Holding, Poisoned, Vacated
-from tensorhub.core.names import Digest, ModelName, Number, ReplicaName, Version
-from tensorhub.core.server.rules.held import held_by
-from tensorhub.core.snapshot import HeldView
+from tensorhub.protocol.messages import CallReport, Empty, Filling, Holding, Poisoned, Vacated
+from tensorhub.protocol.names import Digest, ModelName, Number, ReplicaName, Version
+from tensorhub.protocol.status import HeldView
+from tensorhub.server.rules.calls import held_by
 
 from .kit import LEASE_S, Fleet, worker
 

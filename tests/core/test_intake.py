@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from tensorhub.core.messages import (
+from tensorhub.protocol.messages import (
     CallReport,
     Empty,
     Filling,
@@ -14,7 +14,7 @@ from tensorhub.core.messages import (
     TicketFailure,
     Withdrawing,
 )
-from tensorhub.core.names import Digest, Version
+from tensorhub.protocol.names import Digest, Version
 
 from .kit import worker
 from .town import Town

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tensorhub.core.errors import InvariantViolation
-from tensorhub.core.messages import (
+from tensorhub.protocol.errors import InvariantViolation
+from tensorhub.protocol.messages import (
     Empty,
     Filling,
     Holding,
@@ -17,14 +17,13 @@ from tensorhub.core.messages import (
     Vacated,
     Withdrawing,
 )
-from tensorhub.core.names import Digest, Shard, Ticket, Version, WorkerId
-from tensorhub.core.server import Server
-from tensorhub.core.server.lines import Line
-from tensorhub.core.server.open_reads import OpenRead
-from tensorhub.core.settings import Settings
-from tensorhub.core.worker import events
-from tensorhub.core.worker.call import Call
-from tensorhub.core.worker.machine import Worker
+from tensorhub.protocol.names import Digest, Shard, Ticket, Version, WorkerId
+from tensorhub.protocol.settings import Settings
+from tensorhub.server import Server
+from tensorhub.server.members import Line, OpenRead
+from tensorhub.worker import events
+from tensorhub.worker.machine import Worker
+from tensorhub.worker.state import Call
 
 from .kit import LAYOUT, grant, hello, worker
 

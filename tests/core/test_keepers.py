@@ -1,7 +1,7 @@
 """Who makes a host copy ahead of need: the best of those who can, whoever was offered first."""
 
-from tensorhub.core.names import WorkerId, worker_id
-from tensorhub.core.server.keepers import Keepers
+from tensorhub.protocol.names import WorkerId, worker_id
+from tensorhub.server.members import Keepers
 
 A, B, C = (worker_id("policy", name, 0) for name in "abc")
 

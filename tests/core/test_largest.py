@@ -7,7 +7,8 @@ made as long as it can be at once: names of 200 characters of four bytes, every 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorhub.core.messages import (
+from tensorhub.protocol.messages import (
+    HIGHEST_VERSION,
     MAX_COPIES,
     MAX_CROSS_SITE_VERSIONS,
     MAX_FAILURES,
@@ -22,15 +23,14 @@ from tensorhub.core.messages import (
     LayoutInfo,
     Orders,
     Report,
+    add_up,
 )
-from tensorhub.core.names import MAX_NAME, Digest, Number, ReplicaName, Shard, Ticket, Version, worker_id
-from tensorhub.core.server.groups import GroupCall, Replica
-from tensorhub.core.server.rules.admission import MAX_SHARDS
-from tensorhub.core.sums import add_up
-from tensorhub.core.version_spec import HIGHEST_VERSION
-from tensorhub.core.worker import events
-from tensorhub.core.worker.machine import Worker
-from tensorhub.runtime.codec import MOST_ENDPOINTS, MOST_WORD, decode_to_server, decode_to_worker, encode
+from tensorhub.protocol.names import MAX_NAME, Digest, Number, ReplicaName, Shard, Ticket, Version, worker_id
+from tensorhub.runtime.codec import MAX_ENDPOINTS, MAX_WORD, decode_to_server, decode_to_worker, encode
+from tensorhub.server.groups import GroupCall, Replica
+from tensorhub.server.rules.admission import MAX_SHARDS
+from tensorhub.worker import events
+from tensorhub.worker.machine import Worker
 
 from .kit import LAYOUT
 
@@ -150,7 +150,7 @@ def test_the_longest_orders_fit() -> None:
         Version(HIGHEST_VERSION),
         ROOT,
         LONGEST,
-        ("\N{GRINNING FACE}" * MOST_WORD,) * MOST_ENDPOINTS,
+        ("\N{GRINNING FACE}" * MAX_WORD,) * MAX_ENDPOINTS,
         NAME * 4,
         from_host=True,
         to_host=True,

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorhub.core.errors import UsageError
-from tensorhub.core.manifest import (
+from tensorhub.protocol.errors import UsageError
+from tensorhub.protocol.manifest import (
     DIGEST_BYTES,
     Layout,
     Manifest,
@@ -21,10 +21,10 @@ from tensorhub.core.manifest import (
     item_bytes,
     layout_difference,
 )
-from tensorhub.core.messages import Holding, LayoutInfo, Orders
-from tensorhub.core.names import Digest, Version
-from tensorhub.core.server import Server
-from tensorhub.core.settings import Settings
+from tensorhub.protocol.messages import Holding, LayoutInfo, Orders
+from tensorhub.protocol.names import Digest, Version
+from tensorhub.protocol.settings import Settings
+from tensorhub.server import Server
 
 from .kit import called, hello, report, worker
 

@@ -2,11 +2,11 @@
 
 from msgspec.structs import replace
 
-from tensorhub.core.messages import Reading
-from tensorhub.core.names import Ticket, Version
-from tensorhub.core.worker.events import ReadMeasured
-from tensorhub.core.worker.read_slot import ReadSlot
-from tensorhub.core.worker.report_book import news_of
+from tensorhub.protocol.messages import Reading
+from tensorhub.protocol.names import Ticket, Version
+from tensorhub.worker.events import ReadMeasured
+from tensorhub.worker.read_slot import ReadSlot
+from tensorhub.worker.state import news_of
 
 from .kit import grant, report, worker
 

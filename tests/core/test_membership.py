@@ -5,8 +5,8 @@ from math import inf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorhub.core.names import Number
-from tensorhub.core.server.membership import Member, Members
+from tensorhub.protocol.names import Number
+from tensorhub.server.members import Member, Members
 
 from .kit import hello, worker
 

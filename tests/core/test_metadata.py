@@ -8,17 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from tensorhub.core.errors import UsageError
-from tensorhub.core.manifest import Manifest, decode_manifest
-from tensorhub.core.messages import CallReport
-from tensorhub.core.metadata import (
+from tensorhub.protocol.errors import UsageError
+from tensorhub.protocol.manifest import (
     MAX_METADATA_BYTES,
+    Manifest,
+    decode_manifest,
     decode_metadata,
     digest_of_metadata,
     encode_metadata,
 )
-from tensorhub.core.names import Digest, ReplicaName, Shard
-from tensorhub.core.server.groups import Replica
+from tensorhub.protocol.messages import CallReport
+from tensorhub.protocol.names import Digest, ReplicaName, Shard
+from tensorhub.server.groups import Replica
 
 SCALARS = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text("aé\n😀")

@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from tensorhub.core.messages import (
+from tensorhub.protocol.messages import (
     Answer,
     Empty,
     Failure,
@@ -17,10 +17,10 @@ from tensorhub.core.messages import (
     Vacated,
     Withdrawing,
 )
-from tensorhub.core.names import Digest, Version
-from tensorhub.core.worker import events
-from tensorhub.core.worker.events import Called
-from tensorhub.core.worker.machine import Worker
+from tensorhub.protocol.names import Digest, Version
+from tensorhub.worker import events
+from tensorhub.worker.events import Called
+from tensorhub.worker.machine import Worker
 
 from .kit import LAYOUT, hello, worker
 

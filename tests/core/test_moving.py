@@ -1,8 +1,8 @@
 """When a reader looks for another source than one that is lost, and from which nothing comes."""
 
-from tensorhub.core.messages import CallReport, Filling, Holding, Reading
-from tensorhub.core.names import Digest, Ticket, Version, WorkerId
-from tensorhub.core.server.open_reads import OpenRead
+from tensorhub.protocol.messages import CallReport, Filling, Holding, Reading
+from tensorhub.protocol.names import Digest, Ticket, Version, WorkerId
+from tensorhub.server.members import OpenRead
 
 from .kit import worker
 from .town import Town

@@ -1,9 +1,8 @@
 """The number with which a trainer that was started again goes on: above all that were ever taken."""
 
-from tensorhub.core.messages import CallReport, Holding, Vacated
-from tensorhub.core.names import Digest, ModelName, Number, Version
-from tensorhub.core.server.rules.numbering import next_version
-from tensorhub.core.version_spec import MAX_VERSION_JUMP
+from tensorhub.protocol.messages import MAX_VERSION_JUMP, CallReport, Holding, Vacated
+from tensorhub.protocol.names import Digest, ModelName, Number, Version
+from tensorhub.server.rules.calls import next_version
 
 from .kit import LEASE_S, Fleet, worker
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tensorhub.core.messages import (
+from tensorhub.protocol.messages import (
     PROTOCOL,
     CallReport,
     Filling,
@@ -15,13 +15,13 @@ from tensorhub.core.messages import (
     Refusal,
     Report,
 )
-from tensorhub.core.names import Digest, Number, Shard, Ticket, Version
-from tensorhub.core.server import Server
-from tensorhub.core.server.lines import Line
-from tensorhub.core.server.numbers import BLOCK, MAX_CEILING, Numbers
-from tensorhub.core.server.receipts import Notary, publisher_in
-from tensorhub.core.server.rules.numbering import next_version
-from tensorhub.core.settings import Settings
+from tensorhub.protocol.names import Digest, Number, Shard, Ticket, Version
+from tensorhub.protocol.settings import Settings
+from tensorhub.server import Server
+from tensorhub.server.members import Line
+from tensorhub.server.rules.calls import next_version
+from tensorhub.server.state import BLOCK, MAX_CEILING, Numbers
+from tensorhub.server.versions import Notary, publisher_in
 
 from .kit import hello, worker
 

@@ -3,9 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorhub.core.names import Shard, Ticket, Version
-from tensorhub.core.server.lines import Line
-from tensorhub.core.server.open_reads import OpenRead, OpenReads
+from tensorhub.protocol.names import Shard, Ticket, Version
+from tensorhub.server.members import Line, OpenRead, OpenReads
 
 from .kit import grant, worker
 

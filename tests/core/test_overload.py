@@ -4,8 +4,8 @@ from math import inf
 
 import pytest
 
-from tensorhub.core.server import Server, facts
-from tensorhub.core.settings import REPORTS_PER_LEASE, Settings
+from tensorhub.protocol.settings import REPORTS_PER_LEASE, Settings
+from tensorhub.server import Server, state
 
 from .kit import hello, report, worker
 
@@ -79,4 +79,4 @@ def test_who_was_told_to_report_seldom_is_silent_later() -> None:
     server.tick(now=3.0)
     for now, is_silent in ((3.9, False), (4.1, True), (inf, True)):
         server.state.now = now
-        assert facts.is_silent(server.state, member) == is_silent
+        assert state.is_silent(server.state, member) == is_silent

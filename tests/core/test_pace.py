@@ -1,6 +1,6 @@
 """Whether anything comes by a read, and how fast."""
 
-from tensorhub.core.server.pace import Capacity, Pace, is_too_slow, usual
+from tensorhub.server.members import Capacity, Pace, is_too_slow, usual
 
 MIB = 1 << 20
 CHUNK = 4 * MIB

@@ -3,10 +3,10 @@
 import pytest
 from msgspec.structs import replace
 
-from tensorhub.core.messages import Failure, LayoutInfo, Part, Report
-from tensorhub.core.names import Digest, Ticket
-from tensorhub.core.worker import events
-from tensorhub.core.worker.parts import Parts
+from tensorhub.protocol.messages import Failure, LayoutInfo, Part, Report
+from tensorhub.protocol.names import Digest, Ticket
+from tensorhub.worker import events
+from tensorhub.worker.read_slot import Parts
 
 from .kit import LAYOUT, Conversation, grant, orders, worker
 

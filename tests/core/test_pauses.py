@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorhub.core.server import Server
-from tensorhub.core.server.clock import LATE
-from tensorhub.core.settings import Settings
+from tensorhub.protocol.settings import Settings
+from tensorhub.server import Server
+from tensorhub.server.state import LATE
 
 from .kit import hello, report, worker
 

@@ -3,10 +3,10 @@
 import pytest
 from msgspec.structs import replace
 
-from tensorhub.core.errors import InvariantViolation
-from tensorhub.core.names import Digest, Number, Ticket, Version
-from tensorhub.core.worker.events import StartRead, StopRead, Trust
-from tensorhub.core.worker.read_slot import ReadSlot
+from tensorhub.protocol.errors import InvariantViolation
+from tensorhub.protocol.names import Digest, Number, Ticket, Version
+from tensorhub.worker.events import StartRead, StopRead, Trust
+from tensorhub.worker.read_slot import ReadSlot
 
 from .kit import grant, worker
 

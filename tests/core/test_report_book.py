@@ -2,9 +2,9 @@
 
 from msgspec.structs import replace
 
-from tensorhub.core.messages import CallReport, Empty, Filling, Holding, Reading, Vacated, Withdrawing
-from tensorhub.core.names import Digest, Number, Ticket, Version, worker_id
-from tensorhub.core.worker.report_book import MAX_UNACKNOWLEDGED, TOGETHER_S, ReportBook, news_of
+from tensorhub.protocol.messages import CallReport, Empty, Filling, Holding, Reading, Vacated, Withdrawing
+from tensorhub.protocol.names import Digest, Number, Ticket, Version, worker_id
+from tensorhub.worker.state import MAX_UNACKNOWLEDGED, TOGETHER_S, ReportBook, news_of
 
 from .kit import report
 

@@ -2,9 +2,9 @@
 
 from msgspec.structs import replace
 
-from tensorhub.core.messages import CallReport, Holding, Poisoned
-from tensorhub.core.names import Digest, ModelName, ReplicaName, Version
-from tensorhub.core.server.groups import GroupCall
+from tensorhub.protocol.messages import CallReport, Holding, Poisoned
+from tensorhub.protocol.names import Digest, ModelName, ReplicaName, Version
+from tensorhub.server.groups import GroupCall
 
 from .kit import Fleet, worker
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tensorhub.core.messages import Failure, Holding, HostCopy, Spec
-from tensorhub.core.names import Digest, Version
-from tensorhub.core.server.rules import resting
+from tensorhub.protocol.messages import Failure, Holding, HostCopy, Spec
+from tensorhub.protocol.names import Digest, Version
+from tensorhub.server.rules import retention
 
 from .kit import worker
 from .test_grants import ONE, ROOT, Town
@@ -31,7 +31,7 @@ def lone(*, reliable: bool = True, **more: object) -> Town:
 def kept(town: Town) -> bool:
     """Its copy will spare it an offload."""
     model = town.server.state.models[TRAINER.model]
-    return resting.is_used(town.server.state, model, town.server.state.known(TRAINER), ONE)
+    return retention.is_resting_used(town.server.state, model, town.server.state.known(TRAINER), ONE)
 
 
 def test_the_only_reliable_holder_is_told_to_copy() -> None:
@@ -69,9 +69,9 @@ def test_beside_reliable_workers_a_version_rests_for_a_while_first() -> None:
     town.joins(HEIR)
     town.says(TRAINER, **HELD, copies_left=2)
     assert ordered(town) is None
-    town.until(resting.REST_S - 0.01)
+    town.until(retention.REST_S - 0.01)
     assert ordered(town) is None
-    town.until(resting.REST_S)
+    town.until(retention.REST_S)
     assert ordered(town) == ONE, "nobody reported anything: the server looks by itself"
 
 
@@ -80,7 +80,7 @@ def test_beside_reliable_workers_there_is_room_for_two() -> None:
     town = lone()
     town.joins(HEIR)
     town.says(TRAINER, **HELD, copies_left=1)
-    town.until(2 * resting.REST_S)
+    town.until(2 * retention.REST_S)
     assert ordered(town) is None
     town.says(TRAINER, **HELD, copies_left=2)
     assert ordered(town) == ONE
@@ -91,17 +91,17 @@ def test_who_has_the_version_in_time_makes_the_copy_needless() -> None:
     town.joins(HEIR)
     town.says(HEIR, buffer=Holding(ONE, ROOT))
     town.says(TRAINER, **HELD, copies_left=2)
-    town.until(2 * resting.REST_S)
+    town.until(2 * retention.REST_S)
     assert ordered(town) is None
 
 
 def test_each_version_rests_anew() -> None:
     town = lone(copies_left=2)
     town.joins(HEIR)
-    town.until(2 * resting.REST_S)
+    town.until(2 * retention.REST_S)
     town.says(TRAINER, buffer=Holding(Version(2), Digest("s"), published=True), copies_left=2)
     assert ordered(town) is None
-    town.until(3 * resting.REST_S)
+    town.until(3 * retention.REST_S)
     assert ordered(town) == Version(2)
 
 

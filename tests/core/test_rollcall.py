@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 import pytest
 from msgspec.structs import replace
 
-from tensorhub.core.messages import CallReport, Empty, Holding, Orders, Report, Roster
-from tensorhub.core.names import Digest, Number, Version, WorkerId
-from tensorhub.core.server import Server
-from tensorhub.core.server.receipts import Notary
-from tensorhub.core.server.roster import Roll, Tally
-from tensorhub.core.settings import Settings
+from tensorhub.protocol.messages import CallReport, Empty, Holding, Orders, Report, Roster
+from tensorhub.protocol.names import Digest, Number, Version, WorkerId
+from tensorhub.protocol.settings import Settings
+from tensorhub.server import Server
+from tensorhub.server.members import Roll, Tally
+from tensorhub.server.versions import Notary
 
 from .kit import hello, worker
 from .town import Town

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tensorhub.core.messages import (
+from tensorhub.protocol.messages import (
     Across,
     CallReport,
     Failure,
@@ -18,9 +18,9 @@ from tensorhub.core.messages import (
     Roster,
     TicketFailure,
 )
-from tensorhub.core.names import Digest, Number, Ticket, Version, WorkerId
-from tensorhub.core.server import Server, routine
-from tensorhub.core.server.membership import Member
+from tensorhub.protocol.names import Digest, Number, Ticket, Version, WorkerId
+from tensorhub.server import Server, sessions
+from tensorhub.server.members import Member
 
 from .kit import worker
 from .town import Town
@@ -64,16 +64,16 @@ NEWS: dict[str, Any] = {
 @pytest.mark.parametrize("field", NEWS)
 def test_whatever_a_worker_says_anew_is_more_than_that_it_lives(field: str) -> None:
     said = replace(Report(2), **{field: NEWS[field]})
-    assert not routine.is_same(said, Report(1))
+    assert not sessions.is_same(said, Report(1))
     if field != "leaving":  # which is said once
-        assert routine.is_same(replace(said, number=3), said)
+        assert sessions.is_same(replace(said, number=3), said)
 
 
 def test_what_changes_with_every_report_is_no_news() -> None:
     said = Report(
         2, Number(0), Number(5), closed=Ticket(3), received_bytes={"a": 7}, ceiling=Number(9), ceiling_receipt="receipt"
     )
-    assert routine.is_same(replace(said, roster=Roster(Number(4), 1, "digest", "receipt")), Report(1))
+    assert sessions.is_same(replace(said, roster=Roster(Number(4), 1, "digest", "receipt")), Report(1))
 
 
 def test_every_field_of_a_report_is_one_or_the_other() -> None:
@@ -84,15 +84,15 @@ def test_every_field_of_a_report_is_one_or_the_other() -> None:
 def test_whatever_is_said_beside_it_is_more_than_that_a_fill_goes_on(field: str) -> None:
     before = Report(1, buffer=Filling(ONE, 3, 9))
     goes_on = Report(2, buffer=Filling(ONE, 4, 9))
-    assert routine.is_progress(goes_on, before)
-    assert not routine.is_progress(replace(goes_on, **{field: NEWS[field]}), before)
+    assert sessions.is_progress(goes_on, before)
+    assert not sessions.is_progress(replace(goes_on, **{field: NEWS[field]}), before)
 
 
 def test_a_fill_with_another_version_or_from_its_beginning_is_no_progress() -> None:
     before = Report(1, buffer=Filling(ONE, 3, 9))
     for buffer in (Filling(Version(2), 4, 9), Filling(ONE, 2, 9), Holding(ONE, ROOT)):
-        assert not routine.is_progress(Report(2, buffer=buffer), before)
-    assert not routine.is_progress(Report(2, buffer=Filling(ONE, 4, 9), closed=Ticket(1)), before)
+        assert not sessions.is_progress(Report(2, buffer=buffer), before)
+    assert not sessions.is_progress(Report(2, buffer=Filling(ONE, 4, 9), closed=Ticket(1)), before)
 
 
 # --- how they are answered --------------------------------------------------------------------------------------------

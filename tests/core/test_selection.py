@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorhub.core.server.rules.selection import Candidate, choose_source
+from tensorhub.server.rules.selection import Candidate, choose_source
 
 from .kit import candidate, worker
 

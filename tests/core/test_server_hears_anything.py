@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tensorhub.core.messages import (
+from tensorhub.protocol.messages import (
     CallReport,
     Empty,
     Failure,
@@ -27,10 +27,10 @@ from tensorhub.core.messages import (
     ToServer,
     Withdrawing,
 )
-from tensorhub.core.names import Digest, Number, Ticket, Version, WorkerId
-from tensorhub.core.server import Server
-from tensorhub.core.settings import Settings
+from tensorhub.protocol.names import Digest, Number, Ticket, Version, WorkerId
+from tensorhub.protocol.settings import Settings
 from tensorhub.runtime.codec import decode_to_server, decode_to_worker, encode
+from tensorhub.server import Server
 
 from .kit import LAYOUT, hello, worker
 

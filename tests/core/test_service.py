@@ -2,8 +2,8 @@
 
 import pytest
 
-from tensorhub.core.messages import CallReport, Holding, HostCopy, Withdrawing
-from tensorhub.core.names import Digest, Number, Version
+from tensorhub.protocol.messages import CallReport, Holding, HostCopy, Withdrawing
+from tensorhub.protocol.names import Digest, Number, Version
 
 from .kit import worker
 from .town import Town

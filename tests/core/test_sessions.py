@@ -3,10 +3,10 @@
 import pytest
 from msgspec.structs import replace
 
-from tensorhub.core.manifest import Layout
-from tensorhub.core.messages import CallReport, Holding, LayoutInfo, Refusal, Withdrawing
-from tensorhub.core.names import Digest, Shard, Version
-from tensorhub.core.server.lines import Line
+from tensorhub.protocol.manifest import Layout
+from tensorhub.protocol.messages import CallReport, Holding, LayoutInfo, Refusal, Withdrawing
+from tensorhub.protocol.names import Digest, Shard, Version
+from tensorhub.server.members import Line
 
 from .kit import LAYOUT, report, worker
 from .town import Town

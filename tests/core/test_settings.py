@@ -1,6 +1,6 @@
 """The numbers that decide how patient everybody is fit together."""
 
-from tensorhub.core.settings import Settings
+from tensorhub.protocol.settings import Settings
 
 
 def test_a_worker_stops_trusting_before_the_server_stops_believing() -> None:

@@ -1,8 +1,8 @@
 """Two processes that say they are the same shard: the one who lives keeps its place."""
 
-from tensorhub.core.messages import Refusal
-from tensorhub.core.server import Server
-from tensorhub.core.settings import Settings
+from tensorhub.protocol.messages import Refusal
+from tensorhub.protocol.settings import Settings
+from tensorhub.server import Server
 
 from .kit import hello, report, worker
 

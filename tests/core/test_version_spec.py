@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorhub.core.errors import UsageError
-from tensorhub.core.version_spec import HIGHEST_VERSION, parse_spec, steps_back
+from tensorhub.protocol.errors import UsageError
+from tensorhub.protocol.messages import HIGHEST_VERSION, parse_spec, steps_back
 
 
 @given(st.integers(0, HIGHEST_VERSION))

@@ -1,8 +1,7 @@
 """Who waits for what: each is found by its topics, and by no others."""
 
-from tensorhub.core.names import Shard, Version, worker_id
-from tensorhub.core.server.lines import Line
-from tensorhub.core.server.watches import NEWS, Watches, references_of, sources_of
+from tensorhub.protocol.names import Shard, Version, worker_id
+from tensorhub.server.members import NEWS, Line, Watches, references_of, sources_of
 
 A, B = (worker_id("policy", name, 0) for name in "ab")
 SOURCES, REFERENCES = sources_of(Version(1), Line(1, Shard(0))), references_of(Version(1), Line(1, Shard(0)))

@@ -9,11 +9,11 @@ from math import inf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tensorhub.core.messages import Answer, Failure, Holding, LayoutInfo, Orders, Refusal, Report
-from tensorhub.core.names import Digest, Number, Ticket, Version
-from tensorhub.core.worker import events
-from tensorhub.core.worker.machine import Worker
+from tensorhub.protocol.messages import Answer, Failure, Holding, LayoutInfo, Orders, Refusal, Report
+from tensorhub.protocol.names import Digest, Number, Ticket, Version
 from tensorhub.runtime.codec import decode_to_server, encode
+from tensorhub.worker import events
+from tensorhub.worker.machine import Worker
 
 from .kit import LAYOUT, grant, worker
 

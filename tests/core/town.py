@@ -2,14 +2,14 @@
 
 from msgspec.structs import replace
 
-from tensorhub.core.messages import Hello, LayoutInfo, Orders
-from tensorhub.core.names import Digest, Number, Version, WorkerId
-from tensorhub.core.server import Server
-from tensorhub.core.settings import Settings
+from tensorhub.protocol.messages import Hello, LayoutInfo, Orders
+from tensorhub.protocol.names import Digest, Number, Version, WorkerId
+from tensorhub.protocol.settings import Settings
+from tensorhub.server import Server
 
 from .kit import LAYOUT, hello, report
 
-MOST_CALLS = 20  # in a second
+MAX_CALLS = 20  # in a second
 
 
 class Town:
@@ -63,7 +63,7 @@ class Town:
         self._hear(self.server.handle(told, sender=str(who), now=self.now))
 
     def until(self, now: float) -> None:
-        for _ in range(MOST_CALLS):
+        for _ in range(MAX_CALLS):
             if self.server.next_deadline() > now:
                 break
             self.now = max(self.now, self.server.next_deadline())

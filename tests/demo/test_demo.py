@@ -15,7 +15,7 @@ from bench.demo.director import RESTART_AT
 from bench.demo.orchestrate import Options, run_demo
 from bench.demo.processes import Processes, ProcessFailed
 from bench.demo.report import Report
-from tensorhub.core.errors import UsageError
+from tensorhub.protocol.errors import UsageError
 
 STEPS = 24
 DEADLINE_S = 60.0

@@ -4,7 +4,7 @@ import pytest
 
 from bench.demo.rollout import from_rollouts, received_by
 from tensorhub import VersionUnavailable
-from tensorhub.core.snapshot import ModelView, ReplicaView, Status, VersionView, WorkerView
+from tensorhub.protocol.status import ModelView, ReplicaView, Status, VersionView, WorkerView
 
 
 def status(*replicas: str, held: dict[int, str], copied: dict[int, str] | None = None) -> Status:

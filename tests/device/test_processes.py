@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from processes.script import BEFORE, run
-from tensorhub.transport import nixl_probe
+from tensorhub.transport.nixl import probe
 
 pytestmark = pytest.mark.processes
 
-WHY_NO_NIXL = nixl_probe.probe().why_not
+WHY_NO_NIXL = probe.probe().why_not
 no_nixl = pytest.mark.skipif(bool(WHY_NO_NIXL), reason=WHY_NO_NIXL or "it is here")
 on_a_device = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 TRANSPORTS = ["tcp", "cuda", pytest.param("nixl", marks=no_nixl)]  # that reach a device

@@ -24,13 +24,11 @@ import numpy as np
 import torch
 import xxhash
 
-from tensorhub.core.errors import TransportMissing
 from tensorhub.memory import cuda, cuda_device, cuda_sharing
-from tensorhub.memory.guarded import Freed
-from tensorhub.memory.host import Piece, host_view
-from tensorhub.memory.staging import Copy
+from tensorhub.memory.streams import Copy, Freed, Piece, host_view
 from tensorhub.memory.xxh3 import LEAST_BYTES, Chunks, Spans
-from tensorhub.transport import nixl_path
+from tensorhub.protocol.errors import TransportMissing
+from tensorhub.transport.nixl import agent
 from tensorhub.transport.on_device import Shared
 from transport import stand_in
 
@@ -128,7 +126,7 @@ def install() -> None:
     cuda_sharing.make_ring = lambda _, size_bytes: Ring("ring", stand_in.make_ring(size_bytes))
     cuda_sharing.open_ring = lambda _, handle, size_bytes: Ring("ring", stand_in.open_ring(handle, size_bytes))
     cuda_sharing.pin_ring = lambda _, address, size_bytes: Ring("pinned", stand_in.pin_ring(address, size_bytes))
-    nixl_path.has_gpu = lambda *_: True
+    agent.has_gpu = lambda *_: True
 
 
 class Copier(cuda.CudaCopier):

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING
 
-from tensorhub.core.messages import Failure, Grant, Hello, LayoutInfo, Orders, Refusal, Report
-from tensorhub.core.names import Digest, Version
-from tensorhub.core.worker import events
-from tensorhub.core.worker.machine import Worker
+from tensorhub.protocol.messages import Failure, Grant, Hello, LayoutInfo, Orders, Refusal, Report
+from tensorhub.protocol.names import Digest, Version
+from tensorhub.worker import events
+from tensorhub.worker.machine import Worker
 
 if TYPE_CHECKING:
     from .small import Small

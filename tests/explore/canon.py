@@ -21,17 +21,13 @@ from typing import Any
 
 import msgspec
 
-from tensorhub.core.messages import Hello, LayoutInfo, Orders, Report, Roster
-from tensorhub.core.names import Number, WorkerId
-from tensorhub.core.server.content import Content
-from tensorhub.core.server.membership import Member
-from tensorhub.core.server.open_reads import OpenRead, OpenReads
-from tensorhub.core.server.receipts import Notary
-from tensorhub.core.server.roster import MODULUS, Roll, Tally
-from tensorhub.core.server.state import State
-from tensorhub.core.settings import Settings
-from tensorhub.core.worker.report_book import ReportBook
-from tensorhub.core.worker.state import WorkerState
+from tensorhub.protocol.messages import Hello, LayoutInfo, Orders, Report, Roster
+from tensorhub.protocol.names import Number, WorkerId
+from tensorhub.protocol.settings import Settings
+from tensorhub.server.members import MODULUS, Content, Member, OpenRead, OpenReads, Roll, Tally
+from tensorhub.server.state import State
+from tensorhub.server.versions import Notary
+from tensorhub.worker.state import ReportBook, WorkerState
 
 from .actor import Actor
 

@@ -7,8 +7,8 @@ replicates the latest, then updates until it has 2. Who gets an error that tells
 from math import inf
 from typing import TYPE_CHECKING
 
-from tensorhub.core.names import Digest
-from tensorhub.core.worker import events
+from tensorhub.protocol.names import Digest
+from tensorhub.worker import events
 
 from . import truth
 from .actor import TRAINED, Actor, content, root_of
@@ -25,7 +25,7 @@ CHAPTERS = {
     "update": "the trainer has published 2, the rollouts hold 1",
     "ahead": "the same, and they have 2 in host memory; the trainer publishes 3 next",
 }
-MOST_TRIES = 3  # of one call; who has failed as often as that rests
+MAX_TRIES = 3  # of one call; who has failed as often as that rests
 
 
 def before(shape: "Shape") -> list[str]:
@@ -47,7 +47,7 @@ def last(shape: "Shape") -> int:
 
 def may_call(small: "Small", actor: Actor) -> bool:
     """The program makes its next call now."""
-    if actor.tries >= MOST_TRIES or actor.worker.state.departure is not None:
+    if actor.tries >= MAX_TRIES or actor.worker.state.departure is not None:
         return False
     if actor.name == "trainer":
         return actor.step < len(trainer_of(small.shape)) + small.shape.closes

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from multiprocessing.pool import AsyncResult
 from typing import NamedTuple
 
-from tensorhub.core.errors import InvariantViolation
+from tensorhub.protocol.errors import InvariantViolation
 
 from . import truth
 from .small import MISFORTUNES, TIME, Faults, Shape, Small, unpack

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import TYPE_CHECKING
 
-from tensorhub.core.manifest import Layout, TensorSpec
-from tensorhub.core.messages import PROTOCOL, Grant, Hello, LayoutInfo, Orders, Refusal, Report, ToServer
-from tensorhub.core.names import ModelName, ReplicaName, Shard
-from tensorhub.core.server import Outbox, Server
-from tensorhub.core.settings import Settings
-from tensorhub.core.worker import events
-from tensorhub.core.worker.machine import Worker
+from tensorhub.protocol.manifest import Layout, TensorSpec
+from tensorhub.protocol.messages import PROTOCOL, Grant, Hello, LayoutInfo, Orders, Refusal, Report, ToServer
+from tensorhub.protocol.names import ModelName, ReplicaName, Shard
+from tensorhub.protocol.settings import Settings
+from tensorhub.server import Outbox, Server
+from tensorhub.worker import events
+from tensorhub.worker.machine import Worker
 
 from . import programs, truth
 from .actor import CHUNKS, TRAINED, Actor
@@ -37,7 +37,7 @@ LAYOUT = Layout((TensorSpec("w", "uint8", (CHUNKS,), (1,), 0, CHUNKS),), CHUNKS)
 LAYOUT_INFO, LAYOUT_DIGEST = LayoutInfo.of(LAYOUT), LAYOUT.digest()
 TIME = ("time passes",)
 MISFORTUNES = ("cancels", "is lost", "comes twice", "crashes", "is cut off", "read fails", "server restarts")
-MOST_ROUNDS = 400  # messages in one quiet second: more is an exchange without end
+MAX_ROUNDS = 400  # messages in one quiet second: more is an exchange without end
 
 
 @dataclass(frozen=True)
@@ -311,7 +311,7 @@ class Small:
         """Who asked to be called is called in time; what is said meanwhile arrives at once. Reads and programs rest."""
         self._settle(cut_off)
         until = self.now + SETTINGS.report_s
-        for _ in range(MOST_ROUNDS):
+        for _ in range(MAX_ROUNDS):
             at = min(self._times())
             if at > until:
                 break
@@ -337,7 +337,7 @@ class Small:
 
     def _settle(self, cut_off: Actor | None = None) -> None:
         """Every message arrives, in turn."""
-        for _ in range(MOST_ROUNDS):
+        for _ in range(MAX_ROUNDS):
             is_quiet = True
             for actor in self.actors.values():
                 if actor.up and actor is not cut_off:
@@ -348,7 +348,7 @@ class Small:
                     is_quiet = False
             if is_quiet:
                 return
-        raise truth.Broken(f"{MOST_ROUNDS} rounds of messages and no end")
+        raise truth.Broken(f"{MAX_ROUNDS} rounds of messages and no end")
 
     # --- what actors tell ---------------------------------------------------------------------------------------------
 

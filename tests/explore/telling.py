@@ -1,8 +1,8 @@
 """A history as readable lines: what happened, and under it what everybody heard, said and did."""
 
 from scenarios.words import Words
-from tensorhub.core.messages import Orders, Refusal, ToServer
-from tensorhub.core.worker import events
+from tensorhub.protocol.messages import Orders, Refusal, ToServer
+from tensorhub.worker import events
 
 from . import search
 from .small import Action, Faults, Shape, Small

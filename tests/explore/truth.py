@@ -7,9 +7,9 @@ counts as usable only if its bytes are those that were published.
 from math import inf
 from typing import TYPE_CHECKING
 
-from tensorhub.core.errors import InvariantViolation
-from tensorhub.core.messages import Failure, Grant, Holding, Vacated, Withdrawing
-from tensorhub.core.names import Version
+from tensorhub.protocol.errors import InvariantViolation
+from tensorhub.protocol.messages import Failure, Grant, Holding, Vacated, Withdrawing
+from tensorhub.protocol.names import Version
 
 from .actor import Actor, content
 

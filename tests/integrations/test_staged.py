@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tensorhub
-from tensorhub.integrations.staged import StagedPublisher
+from tensorhub.integrations.state_dicts import StagedPublisher
 
 
 @pytest.fixture

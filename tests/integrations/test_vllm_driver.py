@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tensorhub
-from tensorhub.integrations import newest, vllm, vllm_engines
+from tensorhub.integrations import vllm, vllm_engines, whole
 from tensorhub.integrations.whole import Whole
 
 from .vllm_stand_in import StandIn
@@ -84,7 +84,7 @@ def test_a_first_version_that_cannot_be_had_is_not_said_to_be_loaded_in_part(ser
 
 
 def test_who_waits_for_a_first_version_says_so(server, trainer, rank, monkeypatch):
-    monkeypatch.setattr(newest, "SILENT_S", 0.0)
+    monkeypatch.setattr(whole, "SILENT_S", 0.0)
     said = threading.Event()
 
     class Handler(logging.Handler):

@@ -16,7 +16,7 @@ import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 import tensorhub
-from tensorhub.integrations import vllm_in_place
+from tensorhub.integrations import vllm_worker
 from tensorhub.integrations.vllm_plan import Plan, Published
 
 from .engine import UNPACKED
@@ -190,7 +190,7 @@ def test_whatever_packs_a_parameter_that_stays_is_seen(how):
 
         model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False))
         model[0].quant_method = Packing()
-        wrong = vllm_in_place.processed(model, torch.float32)
+        wrong = vllm_worker.processed(model, torch.float32)
     assert list(wrong) == ["0.weight"]
     assert "packs" in wrong["0.weight"]
     assert packed == [], "it is refused before anything has happened"
@@ -199,14 +199,14 @@ def test_whatever_packs_a_parameter_that_stays_is_seen(how):
 def test_a_rank_whose_tensors_were_refused_has_left_and_joins_again(server, monkeypatch):
     """Else each later fetch would be `ShardTaken`, by this rank itself."""
     plan = Plan({"w": torch.zeros(4)}, {"w": [tensorhub.Box("w", (4,), (0,), (4,))]}, {})
-    monkeypatch.setattr(vllm_in_place, "processed", lambda *_: {})
-    monkeypatch.setattr(vllm_in_place, "planned", lambda *_: plan)
+    monkeypatch.setattr(vllm_worker, "processed", lambda *_: {})
+    monkeypatch.setattr(vllm_worker, "planned", lambda *_: plan)
     with tensorhub.open("policy", replica="trainer", server=server) as trainer:
         trainer.register({"w": torch.ones(4)}, boxes={})
         trainer.publish(1)
         published = Published(tensorhub.connect(server).layout("policy").shards[0], ())
         place = {"replica": "rollout-0", "shard": 0, "shards": 1, "server": server}
-        way = vllm_in_place.InPlace(torch.nn.Module(), torch.float32, lambda *_: published, "policy", **place)
+        way = vllm_worker.InPlace(torch.nn.Module(), torch.float32, lambda *_: published, "policy", **place)
         refuse = mock.patch.object(tensorhub.Weights, "register", side_effect=tensorhub.UsageError("not these"))
         for _ in range(2):
             with refuse, pytest.raises(tensorhub.UsageError, match="not these"):

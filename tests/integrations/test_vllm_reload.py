@@ -13,7 +13,7 @@ from vllm.model_executor.model_loader.reload import record_metadata_for_reloadin
 
 import tensorhub
 from tensorhub.integrations.vllm_plan import Published
-from tensorhub.integrations.vllm_reload import Reload
+from tensorhub.integrations.vllm_worker import Reload
 from tensorhub.integrations.whole import Whole
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]

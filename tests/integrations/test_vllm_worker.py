@@ -83,7 +83,7 @@ def test_a_driver_that_finds_an_engine_with_a_version_leaves_it_that(server, pub
         pass
     if in_place:  # its source is gone before a byte has come
         lost = mock.Mock(side_effect=tensorhub.SourceLost("it is gone"))
-        monkeypatch.setattr("tensorhub.integrations.vllm_in_place.InPlace.load", lost)
+        monkeypatch.setattr("tensorhub.integrations.vllm_worker.InPlace.load", lost)
     else:
         w.fill_(9.0)  # what is published is not what was announced
     with pytest.raises(tensorhub.VersionUnavailable, match="the engine goes on with what it had"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-OURS = ("vllm_in_place", "vllm_reload", "vllm_worker")  # of tensorhub.integrations: these import vLLM
+OURS = ("vllm_worker",)  # of tensorhub.integrations: it imports vLLM
 
 
 class Generic:

@@ -5,7 +5,7 @@ import pytest
 from bench.lab.run import Options, scenario_of
 from bench.lab.strategies.choose import STRATEGIES
 from tensorhub import UsageError
-from tensorhub.core.settings import Settings
+from tensorhub.protocol.settings import Settings
 from tensorhub.runtime.config import server_settings
 
 

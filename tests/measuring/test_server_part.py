@@ -8,8 +8,8 @@ from bench.deep import deep_size
 from bench.fleet import BUSY, GONE, HOP_S, IDLE, Fleet, TooDear
 from bench.section import Options
 from bench.thin import hello_of, root_of
-from tensorhub.core.messages import CallReport, Grant, Holding, Report
-from tensorhub.core.names import Ticket, Version, worker_id
+from tensorhub.protocol.messages import CallReport, Grant, Holding, Report
+from tensorhub.protocol.names import Ticket, Version, worker_id
 
 
 @pytest.mark.parametrize("shards", [1, 2])

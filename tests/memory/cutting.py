@@ -11,9 +11,9 @@ from random import Random
 import msgspec
 import numpy as np
 
-from tensorhub.core.boxes import Box
 from tensorhub.memory.registration import Registration, register
-from tensorhub.memory.tiles.table import BoxTable, table_of
+from tensorhub.protocol.layout import Box
+from tensorhub.reshard.grid import BoxTable, table_of
 
 DTYPES = ("uint8", "int16", "float32", "int64")
 Model = dict[str, np.ndarray]

@@ -6,11 +6,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorhub.core.errors import Unavailable, UsageError
-from tensorhub.core.manifest import Layout, TensorSpec
-from tensorhub.memory import allocate as module
-from tensorhub.memory.allocate import allocate
+from tensorhub.memory import empty
+from tensorhub.memory.empty import allocate
 from tensorhub.memory.registration import register
+from tensorhub.protocol.errors import Unavailable, UsageError
+from tensorhub.protocol.manifest import Layout, TensorSpec
 
 DTYPES = (torch.uint8, torch.int16, torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.bool)
 
@@ -46,7 +46,7 @@ def test_it_has_the_same_digest_and_as_many_bytes(tensors: dict[str, torch.Tenso
 def test_numpy_where_there_is_no_torch(dtypes: list[str]) -> None:
     layout = register({f"t{n}": np.zeros((n + 1, 3), dtype) for n, dtype in enumerate(dtypes)}).layout
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "loaded_torch", lambda: None)
+        patch.setattr(empty, "loaded_torch", lambda: None)
         made = allocate(layout)
     assert all(isinstance(each, np.ndarray) for each in made.values())
     assert register(made).layout == layout
@@ -55,7 +55,7 @@ def test_numpy_where_there_is_no_torch(dtypes: list[str]) -> None:
 @pytest.mark.parametrize("torch_is_there", [True, False])
 def test_a_dtype_that_is_unknown_here_names_the_tensor(monkeypatch: pytest.MonkeyPatch, torch_is_there: bool) -> None:
     if not torch_is_there:
-        monkeypatch.setattr(module, "loaded_torch", lambda: None)
+        monkeypatch.setattr(empty, "loaded_torch", lambda: None)
     layout = Layout((TensorSpec("w", "float3", (4,), (1,), 0, 4),), 4)
     with pytest.raises(UsageError, match="'w': float3"):
         allocate(layout)
@@ -70,7 +70,7 @@ def test_what_no_memory_could_be_aligned_to() -> None:
 @pytest.mark.parametrize("torch_is_there", [True, False])
 def test_no_memory_is_no_riddle(monkeypatch: pytest.MonkeyPatch, torch_is_there: bool) -> None:
     if not torch_is_there:
-        monkeypatch.setattr(module, "loaded_torch", lambda: None)
+        monkeypatch.setattr(empty, "loaded_torch", lambda: None)
     most = 2**61
     with pytest.raises(Unavailable, match=f"1 tensors of {most} B could not be allocated"):
         allocate(Layout((TensorSpec("w", "uint8", (most,), (1,), 0, most),), most))

@@ -9,17 +9,16 @@ import numpy as np
 import pytest
 import xxhash
 
-from tensorhub.core.errors import CorruptTransfer, SessionLost, TensorHubError
-from tensorhub.core.manifest import Manifest
 from tensorhub.memory.digests import build_manifest
 from tensorhub.memory.fill import FillSink
 from tensorhub.memory.registration import Registration, register
-from tensorhub.memory.staging import Copy, StagedStream, StagingRing
+from tensorhub.memory.streams import Copy, StagedStream, StagingRing
+from tensorhub.protocol.errors import CorruptTransfer, SessionLost, TensorHubError
+from tensorhub.protocol.manifest import Manifest
 from tensorhub.runtime.trust import Lease, TrustedSink
-from tensorhub.transport.base import Export
-from tensorhub.transport.progress import Progress
-from tensorhub.transport.tcp import TcpTransport
-from tensorhub.transport.tcp_settings import TcpSettings
+from tensorhub.transport.base import Export, Progress
+from tensorhub.transport.tcp.settings import TcpSettings
+from tensorhub.transport.tcp.transport import TcpTransport
 
 from .test_staging import FakeDevice
 

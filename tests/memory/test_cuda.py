@@ -12,25 +12,21 @@ import xxhash
 from msgspec.structs import replace
 
 from tensorhub.cli.doctor import _Child
-from tensorhub.core.boxes import Box
-from tensorhub.core.errors import CorruptTransfer
 from tensorhub.memory import cuda, cuda_device
 from tensorhub.memory.cuda import CudaStream
 from tensorhub.memory.digests import build_manifest
 from tensorhub.memory.fill import FillSink
-from tensorhub.memory.hostmemory import HostMemory
-from tensorhub.memory.offloading import check_filled, copy_directly
-from tensorhub.memory.pinned import pinned_bytes
+from tensorhub.memory.host_copies import HostMemory, check_filled, copy_directly, pinned_bytes
 from tensorhub.memory.registration import Registration, register
-from tensorhub.memory.staging import StagingRing
-from tensorhub.memory.tiles.across import Across
-from tensorhub.memory.tiles.cells import tiles_of
-from tensorhub.memory.tiles.derive import Source, derive_manifest
-from tensorhub.memory.tiles.exported import publish_cut
-from tensorhub.memory.tiles.grid import Cutting
-from tensorhub.memory.tiles.table import table_of
-from tensorhub.memory.tiles.wire import grid_digest, layout_digest
+from tensorhub.memory.streams import StagingRing
 from tensorhub.memory.xxh3 import LEAST_BYTES, Chunks, Spans
+from tensorhub.protocol.errors import CorruptTransfer
+from tensorhub.protocol.layout import Box
+from tensorhub.reshard.derive import Source, derive_manifest
+from tensorhub.reshard.exported import publish_cut
+from tensorhub.reshard.grid import Cutting, table_of, tiles_of
+from tensorhub.reshard.read import Across
+from tensorhub.reshard.wire import grid_digest, layout_digest
 from tensorhub.transport.cuda import Pages, Ring
 from tensorhub.transport.sealed import Sealed
 

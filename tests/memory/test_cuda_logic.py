@@ -13,15 +13,13 @@ import pytest
 import torch
 import xxhash
 
-from tensorhub.core.errors import TransferError, UsageError
 from tensorhub.memory import cuda, cuda_device, cuda_sharing
-from tensorhub.memory.guarded import Freed
-from tensorhub.memory.host import Piece
-from tensorhub.memory.pinned import CudaRegistrar
+from tensorhub.memory.host_copies import CudaRegistrar
 from tensorhub.memory.registration import register
-from tensorhub.memory.staging import StagingRing
+from tensorhub.memory.streams import Freed, Piece, StagingRing
 from tensorhub.memory.xxh3 import Chunks, Spans
-from tensorhub.transport import captures
+from tensorhub.protocol.errors import TransferError, UsageError
+from tensorhub.transport import threads
 
 
 class Device:
@@ -201,7 +199,7 @@ class Driver:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.mode = 0  # of this thread; 0 is the strictest, which every thread begins with
-        monkeypatch.setattr(captures, "mode_exchange", lambda: self.exchange)
+        monkeypatch.setattr(threads, "mode_exchange", lambda: self.exchange)
 
     def exchange(self, mode: Any) -> int:
         self.mode, mode._obj.value = mode._obj.value, self.mode
@@ -228,7 +226,7 @@ def test_all_that_the_device_does_is_allowed_beside_a_capture_and_nothing_later(
     stream = cuda.CudaStream(pieces, StagingRing(200, 1))
     with stream.reading(0, 100):
         assert driver.mode == 0, "what is done with the bytes is the caller's"
-    assert modes == dict.fromkeys(("pinned memory", "a stream", "a wait"), captures.RELAXED)
+    assert modes == dict.fromkeys(("pinned memory", "a stream", "a wait"), threads.RELAXED)
     monkeypatch.setattr(torch.Tensor, "copy_", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError), stream.writing(0, 100):
         pass
@@ -385,7 +383,7 @@ def test_host_memory_is_registered_on_the_device_beside_a_capture(monkeypatch: p
         registrar.register(4096, 0)
     with pytest.raises(RuntimeError, match="not registered"):
         registrar.unregister(4096)
-    relaxed, portable = captures.RELAXED, 1
+    relaxed, portable = threads.RELAXED, 1
     registered = [(4096, size_bytes, portable, relaxed) for size_bytes in (8192, 0)]
     assert called == ["cuda:1", registered[0], "cuda:1", registered[1], "cuda:1", (4096, relaxed)]
     assert driver.mode == 0

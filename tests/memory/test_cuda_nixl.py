@@ -9,17 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from tensorhub.core.errors import CorruptTransfer, SourceLost, TensorHubError, TransportMissing
-from tensorhub.core.manifest import chunk_count
 from tensorhub.memory.digests import digest
-from tensorhub.memory.staging import StagedStream, StagingRing
-from tensorhub.transport import nixl_path
-from tensorhub.transport.base import Export, Look
-from tensorhub.transport.local import LocalTransport
-from tensorhub.transport.nixl import NixlSettings, NixlTransport
-from tensorhub.transport.nixl_memory import Place, places_of
-from tensorhub.transport.nixl_path import Facts
-from tensorhub.transport.progress import Progress
+from tensorhub.memory.streams import StagedStream, StagingRing
+from tensorhub.protocol.errors import CorruptTransfer, SourceLost, TensorHubError, TransportMissing
+from tensorhub.protocol.manifest import chunk_count
+from tensorhub.transport.base import Export, Look, Progress
+from tensorhub.transport.local.transport import LocalTransport
+from tensorhub.transport.nixl import agent
+from tensorhub.transport.nixl.agent import Facts, Place, places_of
+from tensorhub.transport.nixl.transport import NixlSettings, NixlTransport
 
 from . import nixl_fake
 from .test_staging import FakeDevice
@@ -32,7 +30,7 @@ MIXED = [("cuda:0", 1500), ("cpu", 900), ("cuda:1", 10), ("cpu", 5), ("cuda:0", 
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    monkeypatch.setattr(nixl_path, "facts", lambda tls="": Facts("this host", (), ""))
+    monkeypatch.setattr(agent, "facts", lambda tls="": Facts("this host", (), ""))
     made: list[NixlTransport] = []
 
     def one() -> NixlTransport:

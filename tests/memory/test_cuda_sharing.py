@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from tensorhub.core.errors import TransportMissing
 from tensorhub.memory import cuda_sharing
 from tensorhub.memory.xxh3 import Spans
-from tensorhub.transport import captures
+from tensorhub.protocol.errors import TransportMissing
+from tensorhub.transport import threads
 
 
 class Handle:
@@ -37,7 +37,7 @@ class Bindings:
         self.failing = ""
         self.depth = 0
         self.free_bytes = 1 << 30
-        monkeypatch.setattr(captures, "mode_exchange", lambda: self.exchange)
+        monkeypatch.setattr(threads, "mode_exchange", lambda: self.exchange)
         monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
         bindings = ModuleType("cuda.bindings")
         bindings.driver = self  # type: ignore[attr-defined]
@@ -60,7 +60,7 @@ class Bindings:
         }
 
         def call(*arguments: object) -> tuple[object, ...]:
-            assert self.mode == captures.RELAXED
+            assert self.mode == threads.RELAXED
             if name != self.failing:
                 self.depth += {"cuDevicePrimaryCtxRetain": 1, "cuCtxPushCurrent": 1}.get(name, 0)
                 self.depth -= {"cuDevicePrimaryCtxRelease": 1, "cuCtxPopCurrent": 1}.get(name, 0)

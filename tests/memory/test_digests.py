@@ -14,11 +14,11 @@ import pytest
 import torch
 import xxhash
 
-from tensorhub.core.errors import HostMemoryFull, LayoutMismatch, UsageError
-from tensorhub.core.manifest import Manifest, decode_manifest
-from tensorhub.memory import guarded
+from tensorhub.memory import streams
 from tensorhub.memory.digests import build_manifest, changed_chunks, digest, tensors_of
 from tensorhub.memory.registration import register
+from tensorhub.protocol.errors import HostMemoryFull, LayoutMismatch, UsageError
+from tensorhub.protocol.manifest import Manifest, decode_manifest
 
 
 def base() -> dict[str, torch.Tensor]:
@@ -166,7 +166,7 @@ def test_with_less_memory_it_is_hashed_in_smaller_parts_or_that_is_the_error(
 
     registration = register({"w": np.arange(1 << 20, dtype=np.int64)})
     right = build_manifest(registration, 1 << 22, threads=1)
-    monkeypatch.setattr(guarded, "mmap", SimpleNamespace(mmap=limited))
+    monkeypatch.setattr(streams, "mmap", SimpleNamespace(mmap=limited))
     if most_bytes < 1 << 16:
         with pytest.raises(HostMemoryFull, match="to read tensors") as caught:
             build_manifest(registration, 1 << 22, threads=1)

@@ -12,9 +12,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import forked
-from tensorhub.core.boxes import Box
-from tensorhub.core.errors import UsageError
-from tensorhub.memory.dtensors import boxes_of_dtensor, is_dtensor
+from tensorhub.memory.modules import boxes_of_dtensor, is_dtensor
+from tensorhub.protocol.errors import UsageError
+from tensorhub.protocol.layout import Box
 
 
 @pytest.fixture(autouse=True)
@@ -137,7 +137,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from tensorhub.memory.dtensors import boxes_of_dtensor
+from tensorhub.memory.modules import boxes_of_dtensor
 
 rank, *mesh_shape = map(int, sys.argv[1:])
 ranks = torch.Size(mesh_shape).numel()

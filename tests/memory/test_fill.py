@@ -8,19 +8,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from tensorhub.core.errors import (
-    CorruptTransfer,
-    InvariantViolation,
-    LayoutMismatch,
-    SessionLost,
-    UsageError,
-)
-from tensorhub.core.manifest import Manifest
-from tensorhub.core.names import Digest
 from tensorhub.memory.digests import build_manifest
 from tensorhub.memory.fill import FillSink
 from tensorhub.memory.registration import Registration, register
-from tensorhub.transport.progress import Progress
+from tensorhub.protocol.errors import CorruptTransfer, InvariantViolation, LayoutMismatch, SessionLost, UsageError
+from tensorhub.protocol.manifest import Manifest
+from tensorhub.protocol.names import Digest
+from tensorhub.transport.base import Progress
 
 CHUNK = 1000
 

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from memory.test_staging import FakeDevice
-from tensorhub.memory.staging import StagedStream, StagingRing
-from tensorhub.transport.gathered import SPAN_BYTES, gather, scatter
-from tensorhub.transport.parcels import Parcels
-from tensorhub.transport.rows import RowStream
+from tensorhub.memory.streams import StagedStream, StagingRing
+from tensorhub.transport.rows import Parcels, RowStream
+from tensorhub.transport.views import SPAN_BYTES, gather, scatter
 
 SIZES = [("cuda:0", 700), ("cpu", 90), ("cuda:1", 3), ("cuda:0", 4000)]
 SIZE = sum(size for _, size in SIZES)

@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from tensorhub.memory import guarded
-from tensorhub.transport.vectors import Addresses
+from tensorhub.memory import streams
+from tensorhub.transport.views import Addresses
 
 PAGE = mmap.PAGESIZE
 
@@ -17,7 +17,7 @@ PAGE = mmap.PAGESIZE
 @pytest.fixture(params=["kernel", "pipe"], autouse=True)
 def way(request, monkeypatch):
     """Both ways: as usual, and where a filter forbids that."""
-    monkeypatch.setattr(guarded, "_is_refused", request.param == "pipe")
+    monkeypatch.setattr(streams, "_is_refused", request.param == "pipe")
 
 
 def scattered(memory: bytearray, sizes: list[int]) -> Addresses:
@@ -42,7 +42,7 @@ def test_bytes_go_where_they_belong_however_both_sides_are_cut(sizes: list[int])
     source = bytearray(index * 7 % 251 for index in range(310_000))
     other = [123_456, 1, 176_543]
     target = bytearray(310_000)
-    guarded.copy(scattered(source, sizes), scattered(target, other), 5, 299_990)
+    streams.copy(scattered(source, sizes), scattered(target, other), 5, 299_990)
     assert content(target, other)[5:299_990] == content(source, sizes)[5:299_990]
     assert content(target, other)[:5] == bytes(5)
     assert not any(target[at] for at in (123_456, 123_458))  # between the pieces
@@ -52,7 +52,7 @@ def test_bytes_go_where_they_belong_however_both_sides_are_cut(sizes: list[int])
 def test_parts_are_the_bytes_in_order(room: int) -> None:
     source = bytearray(index * 7 % 251 for index in range(310_000))
     sizes = [100_000, 3, 199_997]
-    found = b"".join(bytes(part) for part in guarded.parts(scattered(source, sizes), 17, 299_000, bytearray(room)))
+    found = b"".join(bytes(part) for part in streams.parts(scattered(source, sizes), 17, 299_000, bytearray(room)))
     assert found == content(source, sizes)[17:299_000]
 
 
@@ -62,12 +62,12 @@ def test_what_is_not_there_is_told_with_its_place(tmp_path) -> None:
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 8 * PAGE) as pages:
         view, room = memoryview(pages), bytearray(8 * PAGE)
         lost, kept = Addresses.of_views([view], 0), Addresses.of_views([memoryview(room)], 0)
-        guarded.copy(lost, kept, 0, 8 * PAGE)
+        streams.copy(lost, kept, 0, 8 * PAGE)
         file.truncate(5 * PAGE)
         for source, target in ((lost, kept), (kept, lost)):
-            guarded.copy(source, target, 0, 5 * PAGE)
-            with pytest.raises(guarded.Freed) as caught:
-                guarded.copy(source, target, PAGE, 8 * PAGE)
+            streams.copy(source, target, 0, 5 * PAGE)
+            with pytest.raises(streams.Freed) as caught:
+                streams.copy(source, target, PAGE, 8 * PAGE)
             assert caught.value.at == 5 * PAGE
         view.release()
 
@@ -84,7 +84,7 @@ def test_a_user_with_many_pipes_gets_small_ones(monkeypatch) -> None:
     monkeypatch.setattr(os, "pipe", small)
     source, target = bytearray(os.urandom(20 * PAGE + 1)), bytearray(20 * PAGE + 1)
     addresses = [Addresses.of_views([memoryview(each)], 0) for each in (source, target)]
-    copying = threading.Thread(target=guarded.copy, args=(*addresses, 0, len(source)), daemon=True)
+    copying = threading.Thread(target=streams.copy, args=(*addresses, 0, len(source)), daemon=True)
     copying.start()
     copying.join(20)
     assert not copying.is_alive()
@@ -100,6 +100,6 @@ def test_bytes_that_may_not_be_written_are_found_and_the_others_stay_as_they_are
     addresses = [here + at for at in range(200)] * 20
     for place in (0, 1, 1023, 1024, 2500, 3999):
         addresses[place] = there
-    assert guarded.unwritable(addresses) == [0, 1, 1023, 1024, 2500, 3999]
-    assert guarded.unwritable([]) == []
+    assert streams.unwritable(addresses) == [0, 1, 1023, 1024, 2500, 3999]
+    assert streams.unwritable([]) == []
     assert free == bytearray(range(1, 256))

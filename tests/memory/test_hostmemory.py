@@ -6,13 +6,13 @@ import os
 import numpy as np
 import pytest
 
-from tensorhub.core.errors import InvariantViolation
-from tensorhub.memory.hostmemory import HostMemory, copy_stream, on_host, over_shared
+from tensorhub.memory.host_copies import HostMemory, copy_stream, on_host, over_shared
 from tensorhub.memory.registration import Registration, register
 from tensorhub.memory.room import SPARE_BYTES, Room
+from tensorhub.protocol.errors import InvariantViolation
 from tensorhub.transport import sealed
-from tensorhub.transport.located import bare_addresses
 from tensorhub.transport.sealed import Sealed, Shared, regions_of
+from tensorhub.transport.views import bare_addresses
 
 
 def registered(size_bytes: int = 3 << 20) -> Registration:

@@ -14,13 +14,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tensorhub.core.boxes import Box
-from tensorhub.core.errors import Closed, HostMemoryFull, UsageError
-from tensorhub.memory import blocks, casting, room
-from tensorhub.memory.casting import FORMS, keeps_all
+from tensorhub.memory import cast, room
+from tensorhub.memory.cast import FORMS, PART_ELEMENTS, Casts, keeps_all
 from tensorhub.memory.digests import build_manifest
-from tensorhub.memory.masters import PART_ELEMENTS, Casts
 from tensorhub.memory.registration import Registration, register
+from tensorhub.protocol.errors import Closed, HostMemoryFull, UsageError
+from tensorhub.protocol.layout import Box
 
 Image = Callable[[Registration], bytes]
 
@@ -91,11 +90,11 @@ def test_what_keeps_all_numbers_is_so_of_every_one(source: str, target: str) -> 
     assert keeps_all(source, target) == same_numbers(numbers, there_and_back)
 
 
-@pytest.mark.parametrize(("source", "target"), sorted(casting.AS_TORCH))
+@pytest.mark.parametrize(("source", "target"), sorted(cast.AS_TORCH))
 def test_numpy_rounds_as_torch_does_where_it_is_taken(source: str, target: str) -> None:
     given_ = noise(300_001, source)
     ours = torch.empty(len(given_), dtype=torch_dtype(target))
-    casting._by_numpy(source, target)(memoryview(given_.numpy()).cast("B"), memoryview(ours.numpy()).cast("B"))
+    cast._by_numpy(source, target)(memoryview(given_.numpy()).cast("B"), memoryview(ours.numpy()).cast("B"))
     assert same_numbers(ours, given_.to(torch_dtype(target)))
 
 
@@ -253,7 +252,7 @@ def test_a_cast_that_is_given_up_ends_at_its_next_piece_and_closing_waits_for_it
     registration = register({"w": torch.zeros(4 * PART_ELEMENTS)}, dtype="bfloat16")
     casts = casts_of(registration)
     begun, go_on, looks = threading.Event(), threading.Event(), []
-    real = blocks.copy
+    real = cast.copy
 
     def slowly(*arguments: object) -> None:
         begun.set()
@@ -264,7 +263,7 @@ def test_a_cast_that_is_given_up_ends_at_its_next_piece_and_closing_waits_for_it
         looks.append(1)
         return len(looks) > 2
 
-    monkeypatch.setattr(blocks, "copy", slowly)
+    monkeypatch.setattr(cast, "copy", slowly)
     ended: list[Exception] = []
 
     def fill() -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from tensorhub.core.errors import UsageError
 from tensorhub.memory.registration import register
+from tensorhub.protocol.errors import UsageError
 
 
 def names(module: object, **options: Any) -> list[str]:

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from bench.lab.interpreter import hold
-from tensorhub.core.errors import Closed, CorruptTransfer, HostMemoryFull
-from tensorhub.memory import offloading
+from tensorhub.memory import host_copies
 from tensorhub.memory.digests import build_manifest
 from tensorhub.memory.fill import FillSink
-from tensorhub.memory.guarded import Freed
-from tensorhub.memory.hostmemory import HostMemory, on_host
+from tensorhub.memory.host_copies import HostMemory, on_host
 from tensorhub.memory.registration import Registration, register
 from tensorhub.memory.room import SPARE_BYTES, STEP_BYTES, Room
+from tensorhub.memory.streams import Freed
+from tensorhub.protocol.errors import Closed, CorruptTransfer, HostMemoryFull
 from tensorhub.transport.native import load
 
 pytestmark = pytest.mark.skipif(load.library() is None, reason=f"no native mover: {load.why_not()}")
@@ -31,10 +31,10 @@ def offload(
 ) -> bool:
     """As `runtime.copies` does it."""
     found = manifest if manifest is not None else build_manifest(source, CHUNK_BYTES)
-    assert offloading.can_offload(source.stream, target.stream, found)
+    assert host_copies.can_offload(source.stream, target.stream, found)
     sink = FillSink(target, found.root())
     sink.begin(found.encode())
-    return offloading.offload(source.stream, target.stream, found, verify=verify, judge=sink.accept, is_over=is_over)
+    return host_copies.offload(source.stream, target.stream, found, verify=verify, judge=sink.accept, is_over=is_over)
 
 
 def content(registration: Registration) -> bytes:

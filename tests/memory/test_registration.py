@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from tensorhub.core.errors import UsageError
 from tensorhub.memory.describe import Described
-from tensorhub.memory.host import HostStream
 from tensorhub.memory.registration import Registration, place, register
+from tensorhub.memory.streams import HostStream
+from tensorhub.protocol.errors import UsageError
 
 Image = Callable[[Registration], bytes]
 Put = Callable[[object, int, bytes], None]
@@ -448,9 +448,9 @@ def test_ranges_are_the_views_addresses() -> None:
 def test_torch_is_not_imported_for_numpy_arrays() -> None:
     program = """
 import sys
-from tensorhub.core.errors import UsageError
-import tensorhub.memory.digests, tensorhub.memory.fill, tensorhub.memory.host
-import tensorhub.memory.registration as registration, tensorhub.memory.staging
+from tensorhub.protocol.errors import UsageError
+import tensorhub.memory.digests, tensorhub.memory.fill, tensorhub.memory.streams
+import tensorhub.memory.registration as registration, tensorhub.memory.streams
 assert "numpy" not in sys.modules
 import numpy
 mine = registration.register({"w": numpy.arange(1000)})

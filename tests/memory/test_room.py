@@ -5,12 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tensorhub.core.errors import HostMemoryFull
 from tensorhub.memory.digests import build_manifest
 from tensorhub.memory.fill import FillSink
-from tensorhub.memory.hostmemory import HostMemory
+from tensorhub.memory.host_copies import HostMemory
 from tensorhub.memory.registration import register
 from tensorhub.memory.room import MIB, SPARE_BYTES, STEP_BYTES, Footing, Room, copies_that_fit, room, size_text
+from tensorhub.protocol.errors import HostMemoryFull
 
 HOST = "MemTotal: 64000000 kB\nMemAvailable: 8388608 kB\n"  # 8 GiB
 

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from tensorhub.core.errors import CorruptTransfer, DeadlineExceeded, UsageError
-from tensorhub.memory.host import Piece
-from tensorhub.memory.staging import Copy, StagedStream, StagingRing
+from tensorhub.memory.streams import Copy, Piece, StagedStream, StagingRing
+from tensorhub.protocol.errors import CorruptTransfer, DeadlineExceeded, UsageError
 
 
 class FakeDevice:

@@ -6,24 +6,17 @@ import msgspec
 import numpy as np
 import pytest
 
-from tensorhub.core.boxes import Box
-from tensorhub.core.errors import LayoutMismatch, UsageError, VersionConflict
-from tensorhub.core.tile_manifest import TileManifest
-from tensorhub.memory.tiles import across
-from tensorhub.memory.tiles.across import Across
-from tensorhub.memory.tiles.carry import carry_out_plan
-from tensorhub.memory.tiles.cells import Tiles, tiles_of
-from tensorhub.memory.tiles.chunks import chunks_of
-from tensorhub.memory.tiles.copies import COUNT, COUNTS, RUN, SOURCE, carry_out, copies_of
-from tensorhub.memory.tiles.coverage import check_coverage
-from tensorhub.memory.tiles.derive import Source, derive_manifest, digests_of, tied_tiles
-from tensorhub.memory.tiles.exported import publish_cut
-from tensorhub.memory.tiles.grid import Cutting, Grid, grid_of
-from tensorhub.memory.tiles.legs import Leg
-from tensorhub.memory.tiles.overlaps import check_disjoint
-from tensorhub.memory.tiles.plan import Plan, plan_reads
-from tensorhub.memory.tiles.tiled import grid_for
-from tensorhub.memory.tiles.wire import decode_grid, decode_table, encode_grid, encode_table, grid_digest, layout_digest
+from tensorhub.protocol.errors import LayoutMismatch, UsageError, VersionConflict
+from tensorhub.protocol.layout import Box
+from tensorhub.protocol.manifest import TileManifest
+from tensorhub.reshard import read as across
+from tensorhub.reshard.copies import COUNT, COUNTS, RUN, SOURCE, carry_out, check_coverage, check_disjoint, copies_of
+from tensorhub.reshard.derive import Source, derive_manifest, digests_of, tied_tiles
+from tensorhub.reshard.exported import publish_cut
+from tensorhub.reshard.grid import Cutting, Grid, Tiles, chunks_of, grid_of, tiles_of
+from tensorhub.reshard.plan import Plan, carry_out_plan, plan_reads
+from tensorhub.reshard.read import Across, Leg, grid_for
+from tensorhub.reshard.wire import decode_grid, decode_table, encode_grid, encode_table, grid_digest, layout_digest
 
 from .cutting import Shard
 

@@ -8,17 +8,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from tensorhub.core.boxes import Box, GlobalTensor
-from tensorhub.core.errors import CorruptTransfer, LayoutMismatch, UsageError
-from tensorhub.core.tile_manifest import TileManifest
 from tensorhub.memory.registration import Registration, register
-from tensorhub.memory.tiles import exported, tiled, wire
-from tensorhub.memory.tiles.exported import Cut, decode_cut
-from tensorhub.memory.tiles.grid import Cutting, Grid
-from tensorhub.memory.tiles.table import BoxTable, table_of_columns
-from tensorhub.memory.tiles.tiled import Offer, grid_for, tiled_version, version_from
-from tensorhub.memory.tiles.whole import whole_layout
-from tensorhub.memory.tiles.wire import decode_grid, decode_table, encode_grid, encode_table
+from tensorhub.protocol.errors import CorruptTransfer, LayoutMismatch, UsageError
+from tensorhub.protocol.layout import Box, GlobalTensor
+from tensorhub.protocol.manifest import TileManifest
+from tensorhub.reshard import exported, read, wire
+from tensorhub.reshard.exported import Cut, decode_cut
+from tensorhub.reshard.grid import BoxTable, Cutting, Grid, table_of_columns
+from tensorhub.reshard.read import Offer, grid_for, tiled_version, version_from, whole_layout
+from tensorhub.reshard.wire import decode_grid, decode_table, encode_grid, encode_table
 
 MIB = 1 << 20
 TENSORS = msgspec.msgpack.encode([["w"], [["float32", [1 << 20]]], bytes(4)])
@@ -148,7 +146,7 @@ def test_more_tensors_than_any_shard_has_are_refused(monkeypatch):
 
 
 def test_long_names_of_a_peer_are_not_kept(monkeypatch):
-    monkeypatch.setattr(wire, "MOST_KEPT_BYTES", 1_000)
+    monkeypatch.setattr(wire, "MAX_KEPT_BYTES", 1_000)
     wire._tensors_of.cache_clear()
     for length, kept in ((100, 1), (4_000, 0)):
         tensors = (GlobalTensor("n" * length, "uint8", (4,)),)
@@ -244,7 +242,7 @@ def test_readers_cannot_make_a_grid_that_does_not_travel(monkeypatch, caplog):
     theirs = register({"w": np.zeros((64, 4), np.float32)}, boxes={"w": rows}).boxes
     known = encode_grid(grid_for([mine], []))
     assert encode_grid(grid_for([mine], [theirs])) != known
-    monkeypatch.setattr(tiled, "MOST_CUTS", 50)
+    monkeypatch.setattr(read, "MAX_CUTS", 50)
     assert encode_grid(grid_for([mine], [theirs])) == known
     assert "all readers are left out of account" in caplog.text
 

@@ -8,25 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tensorhub.core.boxes import Box
-from tensorhub.core.errors import CorruptTransfer, LayoutMismatch, VersionConflict
-from tensorhub.core.tile_manifest import TileManifest
-from tensorhub.memory.tiles.carry import carry_out_plan
-from tensorhub.memory.tiles.cells import Tiles, tiles_of
-from tensorhub.memory.tiles.chunks import chunks_of
-from tensorhub.memory.tiles.copies import COUNT, COUNTS, RUN, SOURCE, SOURCE_STRIDE, SOURCE_STRIDES
-from tensorhub.memory.tiles.coverage import check_coverage
-from tensorhub.memory.tiles.derive import Source, derive_manifest, digests_of
-from tensorhub.memory.tiles.grid import Cutting, Grid
-from tensorhub.memory.tiles.plan import Plan, plan_reads
-from tensorhub.memory.tiles.wire import (
-    decode_grid,
-    decode_table,
-    encode_grid,
-    encode_table,
-    grid_digest,
-    layout_digest,
-)
+from tensorhub.protocol.errors import CorruptTransfer, LayoutMismatch, VersionConflict
+from tensorhub.protocol.layout import Box
+from tensorhub.protocol.manifest import TileManifest
+from tensorhub.reshard.copies import COUNT, COUNTS, RUN, SOURCE, SOURCE_STRIDE, SOURCE_STRIDES, check_coverage
+from tensorhub.reshard.derive import Source, derive_manifest, digests_of
+from tensorhub.reshard.grid import Cutting, Grid, Tiles, chunks_of, tiles_of
+from tensorhub.reshard.plan import Plan, carry_out_plan, plan_reads
+from tensorhub.reshard.wire import decode_grid, decode_table, encode_grid, encode_table, grid_digest, layout_digest
 
 from .cutting import Model, Shard, draw_layout, draw_model
 

@@ -6,11 +6,9 @@ import random
 import numpy as np
 import pytest
 
-from tensorhub.memory.guarded import Freed
-from tensorhub.memory.host import HostStream, Piece
-from tensorhub.memory.staging import StagedStream, StagingRing
-from tensorhub.memory.tiles import spread
-from tensorhub.memory.tiles.copies import COLUMNS, COUNT, COUNTS, RUN, SOURCE, SOURCE_STRIDE, SOURCE_STRIDES, Copies
+from tensorhub.memory.streams import Freed, HostStream, Piece, StagedStream, StagingRing
+from tensorhub.reshard import derive
+from tensorhub.reshard.copies import COLUMNS, COUNT, COUNTS, RUN, SOURCE, SOURCE_STRIDE, SOURCE_STRIDES, Copies
 
 from .test_staging import FakeDevice
 
@@ -55,22 +53,22 @@ def as_indexed(content: bytes, rows: list[list[int]]) -> bytes:
 @pytest.mark.parametrize("kind", ["one", "two", "device"])
 @pytest.mark.parametrize(("slab_bytes", "run_bytes"), [(1 << 25, 1024), (3000, 1024), (300, 1 << 20), (1 << 25, 0)])
 def test_runs_come_in_order(kind: str, slab_bytes: int, run_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spread, "SLAB_BYTES", min(slab_bytes, 8000 if kind == "device" else slab_bytes))
-    monkeypatch.setattr(spread, "RUN_BYTES", run_bytes)
+    monkeypatch.setattr(derive, "SLAB_BYTES", min(slab_bytes, 8000 if kind == "device" else slab_bytes))
+    monkeypatch.setattr(derive, "RUN_BYTES", run_bytes)
     stream, content = stream_of(kind)
     for seed in range(20):
         chance = random.Random(seed)
         rows = [drawn_row(chance) for _ in range(chance.randint(1, 3))]
         expected = as_indexed(content, rows)
         room = np.zeros(len(expected) + 1, np.uint8)
-        spread.copy_runs(stream, Copies(np.array(rows, np.int64), np.zeros(len(rows), np.int64)), room[:-1])
+        derive.copy_runs(stream, Copies(np.array(rows, np.int64), np.zeros(len(rows), np.int64)), room[:-1])
         assert room[:-1].tobytes() == expected, (seed, rows)
         assert room[-1] == 0
 
 
 @pytest.mark.parametrize("run_bytes", [1024, 0])
 def test_memory_that_is_gone_is_told(tmp_path, run_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spread, "RUN_BYTES", run_bytes)
+    monkeypatch.setattr(derive, "RUN_BYTES", run_bytes)
     path = tmp_path / "pages"
     path.write_bytes(bytes(10 * mmap.PAGESIZE))
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 10 * mmap.PAGESIZE) as pages:
@@ -80,5 +78,5 @@ def test_memory_that_is_gone_is_told(tmp_path, run_bytes: int, monkeypatch: pyte
         row = [0] * COLUMNS
         row[RUN], row[COUNT], row[SOURCE_STRIDE], row[COUNTS] = 4, 10, mmap.PAGESIZE, 1
         with pytest.raises(Freed):
-            spread.copy_runs(stream, Copies(np.array([row]), np.zeros(1, np.int64)), np.zeros(40, np.uint8))
+            derive.copy_runs(stream, Copies(np.array([row]), np.zeros(1, np.int64)), np.zeros(40, np.uint8))
         del stream, memory

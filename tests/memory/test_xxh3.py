@@ -15,14 +15,13 @@ import xxhash
 from tensorhub.memory import landing, xxh3
 from tensorhub.memory.landing import Landing, row_table
 from tensorhub.memory.registration import Registration
-from tensorhub.memory.tiles.across import Across
-from tensorhub.memory.tiles.cells import tiles_of
-from tensorhub.memory.tiles.copies import COLUMNS, Copies, carry_out
-from tensorhub.memory.tiles.derive import Source, derive_manifest
-from tensorhub.memory.tiles.exported import publish_cut
-from tensorhub.memory.tiles.grid import Cutting
-from tensorhub.memory.tiles.wire import grid_digest, layout_digest
 from tensorhub.memory.xxh3 import BLOCK_BYTES, LEAST_BYTES, Chunks, NoRoom, Spans, digests, digests_of
+from tensorhub.reshard.copies import COLUMNS, Copies, carry_out
+from tensorhub.reshard.derive import Source, derive_manifest
+from tensorhub.reshard.exported import publish_cut
+from tensorhub.reshard.grid import Cutting, tiles_of
+from tensorhub.reshard.read import Across
+from tensorhub.reshard.wire import grid_digest, layout_digest
 
 from .cutting import draw_layout, draw_model
 
@@ -228,7 +227,7 @@ def test_tiles_of_any_layout_land_and_go_to_their_places(library: ctypes.CDLL, m
     monkeypatch.setattr(landing, "LEAST_WINDOW_BYTES", 4096)
     for seed in range(12):
         chance = random.Random(seed)
-        monkeypatch.setattr(landing, "MOST_BYTES", chance.choice((16, 3000)) * 4096)  # several windows, or room for all
+        monkeypatch.setattr(landing, "MAX_BYTES", chance.choice((16, 3000)) * 4096)  # several windows, or room for all
         model = draw_model(chance) | {"long": np.frombuffer(chance.randbytes(20_000), np.int16).reshape(100, 100)}
         (publisher,), (reader,) = draw_layout(chance, model, 1), draw_layout(chance, model, 1)
         publisher.fill(model)

@@ -29,7 +29,7 @@ from .substitute import ROOT, Change, Ran, install
 TESTS = ("tests/core", "tests/scenarios")
 USUAL_S = 0.5  # of what nobody has measured
 QUIET = ["-q", "-x", "--no-header", "-p", "no:cacheprovider", "--tb=line", "-p", "no:timeout"]
-MOST_MEMORY = 4 * 2**30  # bytes of address space of one mutant's process
+MAX_MEMORY = 4 * 2**30  # bytes of address space of one mutant's process
 SLOWER = 20.0  # a test or seed that takes so many times its usual processor time, and 5 s more, hangs
 PATIENCE_S = 5.0
 ENOUGH_ALIKE = 25  # seeds whose histories are the same to the letter: further ones would be so too
@@ -129,7 +129,7 @@ def _prepare() -> None:
     first = [str(ROOT / "src"), str(ROOT / "tests")]
     sys.path[:] = [*first, *(path for path in sys.path if path not in first)]
     sys.dont_write_bytecode = True
-    resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
 
 
 def _run_tests(plugin: _Chosen, files: list[str]) -> None:

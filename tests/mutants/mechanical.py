@@ -22,7 +22,7 @@ from . import judging, recorded, typed
 from .forks import run_all
 from .judging import Judge, Verdict
 from .operators import STRANGERS, Mechanical, mutants_of
-from .substitute import CORE, compile_all, file_of, files, mutated
+from .substitute import PACKAGE, compile_all, file_of, files, mutated
 
 CLASSED = Path(__file__).with_name("survivors.txt")
 CLASSES = {
@@ -124,7 +124,7 @@ def run(plan: Plan) -> int:
 
 
 def _judge(mutant: Mechanical, tests: list[Judge], histories: list[Judge], plan: Plan, suspect: str) -> object:
-    text = mutant.apply((CORE.parent / mutant.file).read_bytes())
+    text = mutant.apply((PACKAGE / mutant.file).read_bytes())
 
     def seeing(judges: list[Judge]) -> list[Judge]:
         return sorted((j for j in judges if j.sees(mutant.file, mutant.line)), key=lambda j: j.cost_s)

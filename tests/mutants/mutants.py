@@ -26,19 +26,19 @@ MUTANTS = (
     ),
     Mutant(
         "a part of a read across stays with a source that has no session",
-        "    if progress.is_in_vain(state, part) or (\n        source is not None and _is_still",
+        "    if selection.brings_nothing(state, part) or (\n        source is not None and _is_still",
         "    if (\n        source is not None and _is_still",
         "memory that is read from afar is not asked whether anybody still writes there",
     ),
     Mutant(
         "a part in vain keeps its reader from another cut",
-        "    return any(part is None or progress.is_in_vain(state, part) for part in needed)\n",
+        "    return any(part is None or selection.brings_nothing(state, part) for part in needed)\n",
         "    return any(part is None for part in needed)\n",
         "a reader across goes where it gets all",
     ),
     Mutant(
         "who waits in vain does not read from one that wants to leave",
-        "    if candidate.is_withdrawing and not (candidate.is_full and progress.is_in_vain(state, read)):\n",
+        "    if candidate.is_withdrawing and not (candidate.is_full and selection.brings_nothing(state, read)):\n",
         "    if candidate.is_withdrawing:\n",
         "the two do not wait for each other",
     ),
@@ -62,8 +62,8 @@ MUTANTS = (
     ),
     Mutant(
         "a call for what is lost is given up while its source stands still",
-        "    is_reading = read is not None and not across.is_short(state, member) and not progress.is_cut_off(state, read)\n",
-        "    is_reading = read is not None and not across.is_short(state, member) and not progress.is_held_up(state, read)\n",
+        "    is_reading = read is not None and not across.is_short(state, member) and not selection.is_cut_off(state, read)\n",
+        "    is_reading = read is not None and not across.is_short(state, member) and not selection.is_held_up(state, read)\n",
         "who has the version and lost its session may go on feeding relays",
     ),
     Mutant(
@@ -74,20 +74,20 @@ MUTANTS = (
     ),
     Mutant(
         "who waits in vain does not go where another reader is held up",
-        "        return progress.is_in_vain(state, read) or not any(progress.is_held_up(state, one) for one in others)\n",
-        "        return not any(progress.is_held_up(state, one) for one in others)\n",
+        "        return selection.brings_nothing(state, read) or not any(selection.is_held_up(state, one) for one in others)\n",
+        "        return not any(selection.is_held_up(state, one) for one in others)\n",
         "one reader that stands still keeps nobody else from the publisher",
     ),
     Mutant(
         "who waits in vain does not go to another cut that wants to leave",
-        "    if is_tried and (yield from across.instead_of(state, model, record, member, current, is_in_need=is_in_vain)):\n",
-        "    if is_tried and (yield from across.instead_of(state, model, record, member, current)):\n",
+        "    if is_tried and (yield from instead_of(state, model, record, member, current, is_in_need=is_in_vain)):\n",
+        "    if is_tried and (yield from instead_of(state, model, record, member, current)):\n",
         "the two do not wait for each other",
     ),
     Mutant(
         "who waits behind one that does something else is fed by it",
-        "        if is_paused(state, above):\n            return True\n        above = its_own",
-        "        above = its_own",
+        "        if is_paused(state, above):\n            return True\n        above = own_pace",
+        "        above = own_pace",
         "a call for what is lost ends",
     ),
     Mutant(
@@ -104,7 +104,7 @@ MUTANTS = (
     ),
     Mutant(
         "what is wanted gives way to what is inherited",
-        "    return not election.is_wanted_ahead(state, model, member, version)\n\n\ndef _is_staying",
+        "    return not is_wanted_ahead(state, model, member, version)\n\n\ndef _is_staying",
         "    return True\n\n\ndef _is_staying",
         "who leaves does not wait for room that will not be made",
     ),
@@ -140,8 +140,7 @@ MUTANTS = (
     ),
     Mutant(
         "a spot worker keeps nothing",
-        "    return member.hello.reliable or "
-        "not established.has_reliable_holder(state, model, model.look_up(version), member)\n",
+        "    return member.hello.reliable or not has_reliable_holder(state, model, model.look_up(version), member)\n",
         "    return member.hello.reliable\n",
         "where nobody reliable has the newest established version, a spot worker does not leave it",
     ),
@@ -166,13 +165,13 @@ MUTANTS = (
     ),
     Mutant(
         "a copy is made ahead beside those who may have the version at once",
-        "        if state.now < member.rested_at or not is_used(state, model, member, version):\n",
-        "        if not is_used(state, model, member, version):\n",
+        "        if state.now < member.rested_at or not is_resting_used(state, model, member, version):\n",
+        "        if not is_resting_used(state, model, member, version):\n",
         "a version that is read at once is not copied in vain",
     ),
     Mutant(
         "a copy is made ahead beside those who have the version",
-        "        if state.now < member.rested_at or not is_used(state, model, member, version):\n",
+        "        if state.now < member.rested_at or not is_resting_used(state, model, member, version):\n",
         "        if state.now < member.rested_at:\n",
         "what is copied ahead spares an offload",
     ),
@@ -208,7 +207,7 @@ MUTANTS = (
     ),
     Mutant(
         "a copy made ahead is dropped for one of somebody who cannot keep it",
-        "        if comes_first and established.may_keep(state, model, record, other):\n",
+        "        if comes_first and may_keep(state, model, record, other):\n",
         "        if comes_first:\n",
         "no copy is made, dropped and made again for as long as the lease of a dead worker lasts",
     ),
@@ -317,7 +316,7 @@ MUTANTS = (
     ),
     Mutant(
         "a claim binds nobody",
-        "    conflict = conflict or claims.conflict_with(state, model, replica, version)\n",
+        "    conflict = conflict or admission.conflict_with(state, model, replica, version)\n",
         "",
         "nobody else publishes a number that is claimed",
     ),
@@ -395,8 +394,8 @@ MUTANTS = (
     ),
     Mutant(
         "a claim is judged while others may be unheard",
-        "    if waiting is not None:\n        yield Wait(call, waiting)\n        return\n    conflict = claims",
-        "    conflict = claims",
+        "    if waiting is not None:\n        yield Wait(call, waiting)\n        return\n    conflict = admission",
+        "    conflict = admission",
         "after a restart nothing is claimed before everybody has told what they have claimed",
     ),
     Mutant(
@@ -414,7 +413,7 @@ MUTANTS = (
     ),
     Mutant(
         "publish while readers of the old version remain",
-        "    if worker.now >= call.impatient_at and not is_ahead:\n        filling.hurry(worker)\n",
+        "    if worker.now >= call.impatient_at and not is_ahead:\n        reads.hurry(worker)\n",
         "    if isinstance(worker.buffer, Withdrawing) and worker.now >= call.started + 0.2:\n"
         "        worker.want(worker.memory.stop_serving())\n",
         "a buffer changes only after the server has said that it is drained",
@@ -427,8 +426,8 @@ MUTANTS = (
     ),
     Mutant(
         "drained right after a restart",
-        "    if not model.roll.is_over or witness.is_strange(state, member):\n        return NOT_DRAINED\n",
-        "    if witness.is_strange(state, member):\n        return NOT_DRAINED\n",
+        "    if not model.roll.is_over or admission.is_strange(state, member):\n        return NOT_DRAINED\n",
+        "    if admission.is_strange(state, member):\n        return NOT_DRAINED\n",
         "after a restart nothing is drained while anybody is missing: old reads are unknown",
     ),
     Mutant(
@@ -439,8 +438,8 @@ MUTANTS = (
     ),
     Mutant(
         "publishing right after a restart",
-        "    return witness.why_unwitnessed(model, replica) if model.roll.is_over else witness.recovering(state)\n",
-        "    return witness.why_unwitnessed(model, replica)\n",
+        "    return admission.why_unwitnessed(model, replica) if model.roll.is_over else admission.recovering(state)\n",
+        "    return admission.why_unwitnessed(model, replica)\n",
         "after a restart nothing is published while anybody is missing: the number may be taken",
     ),
     Mutant(
@@ -457,8 +456,8 @@ MUTANTS = (
     ),
     Mutant(
         "the end of a source's lease ends the reads from it",
-        "    intake.close_reads(state, member, None)\n    model.move",
-        "    intake.close_reads(state, member, None)\n"
+        "    close_reads(state, member, None)\n    model.move",
+        "    close_reads(state, member, None)\n"
         "    for read in state.reads.from_source(member.worker):\n"
         "        state.reads.close(read.reader, read.ticket)\n"
         "    model.move",
@@ -466,7 +465,7 @@ MUTANTS = (
     ),
     Mutant(
         "a dead reader is waited for",
-        "    intake.close_reads(state, member, None)\n    model.move",
+        "    close_reads(state, member, None)\n    model.move",
         "    model.move",
         "the end of a reader's lease ends its reads",
     ),
@@ -600,7 +599,7 @@ MUTANTS = (
     ),
     Mutant(
         "who withdraws with its call is not looked at again",
-        "            judging.judge_withdrawals(state, model, replica)\n",
+        "            evidence.judge_withdrawals(state, model, replica)\n",
         "            pass\n",
         "the answer to a call says at once that nobody reads what it leaves",
     ),
@@ -770,7 +769,7 @@ MUTANTS = (
     ),
     Mutant(
         "half of another publish is the measure for a whole one",
-        "        if evidence.take_whole(state, model, replica, member, version):\n",
+        "        if take_whole(state, model, replica, member, version):\n",
         "        if False:\n",
         "no version is put together from two publishes, whoever is heard first",
     ),
@@ -890,7 +889,7 @@ MUTANTS = (
     ),
     Mutant(
         "what was doubted is not judged when all are heard",
-        "    judging.judge_doubted(state, model)\n",
+        "    evidence.judge_doubted(state, model)\n",
         "",
         "who differed from what was heard first counts again, or is told",
     ),
@@ -974,15 +973,15 @@ MUTANTS = (
     ),
     Mutant(
         "content is granted that nobody vouched for",
-        "            yield from across.see_that_it_begins(state, model, record, member)\n        return\n",
-        "            yield from across.see_that_it_begins(state, model, record, member)\n"
+        "            yield from see_that_it_begins(state, model, record, member)\n        return\n",
+        "            yield from see_that_it_begins(state, model, record, member)\n"
         "        record.roots[member.line] = record.layouts.setdefault(member.line, member.report.layout)\n",
         "a grant names the root that a holder or publisher has reported",
     ),
     Mutant(
         "the last reliable holder just leaves",
-        "        return may_make_room or established.is_another_on_its_way(state, model, record, member)\n    return True\n",
-        "        return may_make_room or established.is_another_on_its_way(state, model, record, member)\n    return False\n",
+        "        return may_make_room or is_another_on_its_way(state, model, record, member)\n    return True\n",
+        "        return may_make_room or is_another_on_its_way(state, model, record, member)\n    return False\n",
         "the last reference of a retained version is offloaded before it leaves",
     ),
     Mutant(
@@ -999,7 +998,7 @@ MUTANTS = (
     ),
     Mutant(
         "who reads across looks for no source in its own line",
-        "        if across.is_short(state, member) and _is_had_in_its_line(state, model, record, member):\n"
+        "        if is_short(state, member) and _is_had_in_its_line(state, model, record, member):\n"
         "            yield from _begin_anew(state, model, record, member, wanted)\n",
         "",
         "nobody waits for a part out of another cut while somebody of its own line has all of the version",
@@ -1313,7 +1312,7 @@ MUTANTS = (
     ),
     Mutant(
         "a copy that was fetched out of another cut stays though it can be read there again",
-        "    return not covered.by_another_cut(state, model, record, member.line, lambda other: other.holds_on(version))\n",
+        "    return not layouts.by_another_cut(state, model, record, member.line, lambda other: other.holds_on(version))\n",
         "    return True\n",
         "who must keep a version makes room for it, and reads what it had ahead once more",
     ),
@@ -1385,7 +1384,7 @@ MUTANTS = (
     ),
     Mutant(
         "who stands still is waited for",
-        "    if pace.is_still(state.now, progress.patience_s(state)):\n        return f",
+        "    if pace.is_still(state.now, selection.patience_s(state)):\n        return f",
         "    if False:\n        return f",
         "a source by which nothing comes is left",
     ),
@@ -1403,7 +1402,7 @@ MUTANTS = (
     ),
     Mutant(
         "what a source had is held against it",
-        "    if state.now < pace.waited_at + progress.window_s(state) and not is_hopeless:\n",
+        "    if state.now < pace.waited_at + selection.pace_window_s(state) and not is_hopeless:\n",
         "    if state.now < pace.waited_at and not is_hopeless:\n",
         "a read is no slower than what its source had for it",
     ),
@@ -1463,8 +1462,8 @@ MUTANTS = (
     ),
     Mutant(
         "who waited for a source that is whole by now is slow",
-        "    if state.now < pace.waited_at + progress.window_s(state) and not is_hopeless:\n",
-        "    if its_own is not None and state.now < pace.waited_at + progress.window_s(state) and not is_hopeless:\n",
+        "    if state.now < pace.waited_at + selection.pace_window_s(state) and not is_hopeless:\n",
+        "    if its_own is not None and state.now < pace.waited_at + selection.pace_window_s(state) and not is_hopeless:\n",
         "what came was what the source had",
     ),
     Mutant(
@@ -1553,25 +1552,25 @@ MUTANTS = (
     ),
     Mutant(
         "rosters are handed out while the roll is called",
-        "    if not roll.is_over or witness.is_strange(state, member):\n        return None\n",
-        "    if witness.is_strange(state, member):\n        return None\n",
+        "    if not roll.is_over or admission.is_strange(state, member):\n        return None\n",
+        "    if admission.is_strange(state, member):\n        return None\n",
         "a life that does not know who is missing tells nobody who lives",
     ),
     Mutant(
         "a stranger is given a roster",
-        "    if not roll.is_over or witness.is_strange(state, member):\n        return None\n",
+        "    if not roll.is_over or admission.is_strange(state, member):\n        return None\n",
         "    if not roll.is_over:\n        return None\n",
         "who may serve somebody unknown is not counted by the next life either",
     ),
     Mutant(
         "a stranger is drained at once",
-        "    if not model.roll.is_over or witness.is_strange(state, member):\n        return NOT_DRAINED\n",
+        "    if not model.roll.is_over or admission.is_strange(state, member):\n        return NOT_DRAINED\n",
         "    if not model.roll.is_over:\n        return NOT_DRAINED\n",
         "who was not on the roll may serve somebody of whom nobody else has heard",
     ),
     Mutant(
         "a stranger's host copies are released at once",
-        "    if not member.releasing or not model.roll.is_over or witness.is_strange(state, member):\n",
+        "    if not member.releasing or not model.roll.is_over or admission.is_strange(state, member):\n",
         "    if not member.releasing or not model.roll.is_over:\n",
         "who was not on the roll may serve somebody of whom nobody else has heard",
     ),
@@ -1589,7 +1588,7 @@ MUTANTS = (
     ),
     Mutant(
         "who has left stays on the roster",
-        "    rollcall.end(state, model, member)\n",
+        "    end_roll_call(state, model, member)\n",
         "",
         "nobody is awaited who has left in good order",
     ),
@@ -1637,7 +1636,7 @@ MUTANTS = (
     ),
     Mutant(
         "who looks for a source is not told of a new one",
-        "    if wanted is not None and grants.is_looking(state, member, wanted):\n",
+        "    if wanted is not None and is_looking(state, member, wanted):\n",
         "    if False:\n",
         "a reader without a source gets one as soon as there is one",
     ),
@@ -1667,31 +1666,31 @@ MUTANTS = (
     ),
     Mutant(
         "a part of another cut is enough to wait for",
-        "        elif not covered.is_kept_by_spot(state, record, line):\n            return None\n",
+        "        elif not layouts.is_kept_by_spot(state, record, line):\n            return None\n",
         "",
         "who closes waits only for such as can have all of it",
     ),
     Mutant(
         "what a spot worker of another cut has must be fetched by a reliable one",
-        "        elif not covered.is_kept_by_spot(state, record, line):\n",
+        "        elif not layouts.is_kept_by_spot(state, record, line):\n",
         "        else:\n",
         "what spot workers of another cut have got already counts, while the others get theirs",
     ),
     Mutant(
         "heirs are asked for who cannot read across",
-        "        if not any(crossing.cuts_to_read(model, record, line)):\n",
+        "        if not any(layouts.cuts_to_read(model, record, line)):\n",
         "        if False:\n",
         "who closes waits only for such as can read what it has",
     ),
     Mutant(
         "a copy that nobody goes on filling keeps its readers",
-        "        is_stuck = is_paused and progress.is_held_up(state, current)\n",
+        "        is_stuck = is_paused and selection.is_held_up(state, current)\n",
         "        is_stuck = False\n",
         "nobody waits at a source to which nothing comes while somebody has all of it",
     ),
     Mutant(
         "a read that stands still keeps a call for what is lost",
-        "    is_reading = read is not None and not across.is_short(state, member) and not progress.is_cut_off(state, read)\n",
+        "    is_reading = read is not None and not across.is_short(state, member) and not selection.is_cut_off(state, read)\n",
         "    is_reading = read is not None and not across.is_short(state, member)\n",
         "a call for what is lost ends, whatever is read in vain",
     ),
@@ -1715,7 +1714,7 @@ MUTANTS = (
     ),
     Mutant(
         "an update is resolved before all shards are here",
-        "    if missing is not None and not resolving.is_known(state, replica, call):\n",
+        "    if missing is not None and not is_known(state, replica, call):\n",
         "    if missing is not None and False:\n",
         "no update goes back, after a cut either",
     ),
@@ -1727,7 +1726,7 @@ MUTANTS = (
     ),
     Mutant(
         "nobody waits for what is yet to come",
-        " and not (call.waits and resolving.may_come(model, call.spec)):\n",
+        " and not (call.waits and may_come(model, call.spec)):\n",
         ":\n",
         "replicate(n, wait=True) waits until n is published",
     ),
@@ -1763,7 +1762,7 @@ MUTANTS = (
     ),
     Mutant(
         "the host waits for one who gets nothing",
-        " and not progress.is_held_up(state, read):\n            is_silent_at",
+        " and not selection.is_held_up(state, read):\n            is_silent_at",
         ":\n            is_silent_at",
         "nobody waits for a fetch that stands still",
     ),
@@ -1945,13 +1944,13 @@ MUTANTS = (
     ),
     Mutant(
         "what spot workers have is not looked at when the last worker that is relied on has gone",
-        "        places.note_leaver(model, member.line)\n    model.leave_place",
+        "        apply.note_leaver(model, member.line)\n    model.leave_place",
         "    model.leave_place",
         "what spot workers have is established once nobody else is relied on",
     ),
     Mutant(
         "what spot workers have is not looked at when the last worker that is relied on closes",
-        "        member.closing_since = state.now\n        places.note_leaver(model, member.line)\n",
+        "        member.closing_since = state.now\n        apply.note_leaver(model, member.line)\n",
         "        member.closing_since = state.now\n",
         "who closes waits for no heir of what spot workers make needless",
     ),
@@ -2065,7 +2064,7 @@ MUTANTS = (
     ),
     Mutant(
         "who leaves a copy that nobody goes on filling takes its worker for slow",
-        "    if not progress.is_paused(state, read):  # one that does something else was not slow\n",
+        "    if not selection.is_paused(state, read):  # one that does something else was not slow\n",
         "    if True:\n",
         "what a worker fetched instead is read from it, though another cut has that too",
     ),
@@ -2089,8 +2088,8 @@ MUTANTS = (
     ),
     Mutant(
         "a host copy gives way while a shard of its replica is away",
-        "covered.is_whole(state, model, record) or len(replica.members) < replica.shards\n",
-        "covered.is_whole(state, model, record)\n",
+        "is_whole(state, model, record) or len(replica.members) < replica.shards\n",
+        "is_whole(state, model, record)\n",
         "a shard that is away may have the rest of the version",
     ),
     Mutant(
@@ -2125,8 +2124,8 @@ MUTANTS = (
     ),
     Mutant(
         "a version of a set is chosen before all of its models were heard",
-        "    if not (is_heard and witness.is_whole(state, model, replica)):\n",
-        "    if not witness.is_whole(state, model, replica):\n",
+        "    if not (is_heard and admission.is_whole(state, model, replica)):\n",
+        "    if not admission.is_whole(state, model, replica):\n",
         "a restarted server chooses nothing older than what it has not heard of yet",
     ),
     Mutant(
@@ -2137,7 +2136,7 @@ MUTANTS = (
     ),
     Mutant(
         "what a shard had is taken for known before it has come",
-        "    if missing is not None and version is not None and resolving.is_older(state, replica, call, version):\n",
+        "    if missing is not None and version is not None and is_older(state, replica, call, version):\n",
         "    if missing is not None and version is not None and False:\n",
         "an update that is made once more does not go back because a shard comes late to it",
     ),

@@ -17,7 +17,8 @@ from .substitute import ROOT, Ran, recording
 
 OUT = ROOT / "out" / "mutants"
 VERDICTS = OUT / "verdicts.json"
-HISTORIES = ("src/tensorhub/core", "tests/sim", "tests/explore", histories.PLANS)
+CORE = ("src/tensorhub/protocol", "src/tensorhub/server", "src/tensorhub/worker")
+HISTORIES = (*CORE, "tests/sim", "tests/explore", histories.PLANS)
 
 
 def _digest(paths: Iterator[Path], more: str = "") -> str:
@@ -53,7 +54,7 @@ def _recorded(kind: str, state: str, works: list[Callable[[], object]], jobs: in
 
 def tests(jobs: int) -> list[Judge]:
     """Every test that judges."""
-    state = _digest(_below("src/tensorhub/core", *judging.TESTS))
+    state = _digest(_below(*CORE, *judging.TESTS))
     return _recorded("tests", state, [_record_tests], jobs)
 
 
@@ -115,7 +116,7 @@ class Verdicts:
         if test:
             near = (path for path in (ROOT / file).parent.glob("*.py") if not path.name.startswith("test_"))
             transcripts = _below("tests/scenarios") if file.startswith("tests/scenarios") else iter(())
-            return _digest(iter({*_below("src/tensorhub/core"), *near, *transcripts, ROOT / file}))
+            return _digest(iter({*_below(*CORE), *near, *transcripts, ROOT / file}))
         if by == typed.BY:
-            return _digest(_below("src/tensorhub/core"))
+            return _digest(_below(*CORE))
         return _digest(_below(*HISTORIES)) if by.startswith(("seed ", "plan ", "walk ")) else self._everything

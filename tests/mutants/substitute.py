@@ -14,10 +14,11 @@ from types import CodeType
 from typing import cast
 
 ROOT = Path(__file__).resolve().parents[2]
-CORE = ROOT / "src" / "tensorhub" / "core"
+PACKAGE = ROOT / "src" / "tensorhub"
+CORE = ("protocol", "server", "worker")  # its folders
 
 Change = Callable[[str, bytes], CodeType]  # (file below the package, its source) → what is run instead
-PREFIX = "tensorhub.core."
+PREFIX = "tensorhub."
 compiled: dict[str, CodeType] = {}  # files of the core as they are, so that each is compiled once for many mutants
 Ran = dict[str, set[int]]  # by file: first lines of statements inside functions
 
@@ -39,9 +40,10 @@ class _Finder(importlib.abc.MetaPathFinder):
         self.change = change
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        if not fullname.startswith(PREFIX):
+        parts = fullname.split(".")[1:]
+        if not fullname.startswith(PREFIX) or parts[0] not in CORE:
             return None
-        place = CORE.joinpath(*fullname.removeprefix(PREFIX).split("."))
+        place = PACKAGE.joinpath(*parts)
         file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
         spec = importlib.machinery.ModuleSpec(
             fullname, _Loader(fullname, str(file), self.change), origin=str(file), is_package=place.is_dir()
@@ -54,12 +56,12 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 def file_of(path: Path) -> str:
     """How a file of the core is called: below the package."""
-    return path.relative_to(CORE.parent).as_posix()
+    return path.relative_to(PACKAGE).as_posix()
 
 
 def files() -> list[Path]:
     """Every file of the core, in one order."""
-    return sorted(CORE.rglob("*.py"))
+    return sorted(path for folder in CORE for path in (PACKAGE / folder).rglob("*.py"))
 
 
 def compile_all() -> None:
@@ -77,14 +79,14 @@ def install(change: Change) -> None:
 
 def unchanged(name: str, source: bytes) -> CodeType:
     """The core as it is."""
-    return compiled.get(name) or cast(CodeType, compile(source, str(CORE.parent / name), "exec"))
+    return compiled.get(name) or cast(CodeType, compile(source, str(PACKAGE / name), "exec"))
 
 
 def mutated(file: str, text: bytes) -> Change:
     """The core with this text in place of that file."""
 
     def change(name: str, source: bytes) -> CodeType:
-        return compile(text, str(CORE.parent / name), "exec") if name == file else unchanged(name, source)
+        return compile(text, str(PACKAGE / name), "exec") if name == file else unchanged(name, source)
 
     return change
 
@@ -101,7 +103,7 @@ def where(text: str) -> str:
 def replaced(old: str, new: str) -> Change:
     """The core with `new` in the one place where `old` stands, whichever file that is."""
     file = where(old)
-    return mutated(file, (CORE.parent / file).read_text(encoding="utf-8").replace(old, new).encode())
+    return mutated(file, (PACKAGE / file).read_text(encoding="utf-8").replace(old, new).encode())
 
 
 def recording(ran: Ran) -> Change:
@@ -111,7 +113,7 @@ def recording(ran: Ran) -> Change:
         mark = "__ran_" + "".join(letter if letter.isalnum() else "_" for letter in name) + "__"
         setattr(builtins, mark, ran.setdefault(name, set()).add)
         tree = _Marker(mark).visit(ast.parse(source))
-        return cast(CodeType, compile(ast.fix_missing_locations(tree), str(CORE.parent / name), "exec"))
+        return cast(CodeType, compile(ast.fix_missing_locations(tree), str(PACKAGE / name), "exec"))
 
     return change
 

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 import tensorhub
-from tensorhub.core.errors import error_from_code
+from tensorhub.protocol.errors import error_from_code
 
 from .memory import Memory
 

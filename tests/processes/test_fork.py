@@ -86,7 +86,7 @@ def test_a_child_has_no_descriptor_of_ours(server):
     """Not of the workers, their transports and transfers under way, nor of a server in this process."""
     story = """
 import threading
-from tensorhub.transport.tcp_server import TcpServer
+from tensorhub.transport.tcp.server import TcpServer
 child, wait, held = [], threading.Event(), threading.Event()
 send = TcpServer.send
 def send_slowly(self, *arguments):

@@ -138,7 +138,7 @@ def test_memory_that_is_lent_to_a_socket_is_freed_in_mid_transfer(server):
 os.environ["TENSORHUB_TRANSPORTS"] = "tcp"
 """
     story = """
-from tensorhub.transport import tcp_lend
+from tensorhub.transport.tcp import wire as tcp_lend
 begin = tcp_lend.Lending.__init__
 def begin_fast(self, *arguments):
     begin(self, *arguments)
@@ -314,7 +314,7 @@ say(replicate=error_of(reader.replicate, 1, timeout=10), version=reader.version)
 def test_where_the_kernel_does_not_copy_between_processes_a_pipe_does(server):
     """A filter forbids `process_vm_readv` in many a container."""
     story = """
-from tensorhub.memory import guarded
+from tensorhub.memory import streams as guarded
 guarded.refuse()
 weights, tensors = join("trainer", 1.0)
 weights.publish(1)

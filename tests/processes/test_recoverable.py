@@ -171,7 +171,7 @@ say(publish=error_of(weights.publish, 1))
 def test_a_copy_that_cannot_be_exported_is_an_error_of_the_call(server):
     """It was lost in a task that nobody awaited, and the call waited for it until its deadline."""
     story = """
-from tensorhub.transport.tcp import TcpTransport
+from tensorhub.transport.tcp.transport import TcpTransport
 export = TcpTransport.export
 def fail(self, what):
     if what.key.endswith("/host"):
@@ -198,8 +198,8 @@ say(again=error_of(trainer.unpublish))
 def test_what_is_held_and_cannot_be_served_is_said_by_the_call(server, error):
     """By one transport of two is enough to say so: peers that share it would choose it. It can be taken back."""
     story = f"""
-from tensorhub.transport.tcp import TcpTransport
-from tensorhub.transport.local import LocalTransport
+from tensorhub.transport.tcp.transport import TcpTransport
+from tensorhub.transport.local.transport import LocalTransport
 export = TcpTransport.export
 def fail(self, what):
     if type(self) in failing:

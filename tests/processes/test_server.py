@@ -6,7 +6,7 @@ import time
 import pytest
 
 import tensorhub
-from tensorhub.core.settings import Settings
+from tensorhub.protocol.settings import Settings
 from tensorhub.runtime.server import ServerShell
 
 from .midway import STREAMS, held_midway, read_again, release

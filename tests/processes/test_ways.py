@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tensorhub.transport import nixl_probe
+from tensorhub.transport.nixl import probe
 
 from .midway import STREAMS, held_midway, read_again, release
 from .process import eventually
@@ -16,7 +16,7 @@ from .process import eventually
 pytestmark = pytest.mark.processes
 
 SILENCE_S = 5.0  # after which these transports take a peer for lost
-no_nixl = pytest.mark.skipif(bool(nixl_probe.probe().why_not), reason=nixl_probe.probe().why_not or "it is here")
+no_nixl = pytest.mark.skipif(bool(probe.probe().why_not), reason=probe.probe().why_not or "it is here")
 ways = pytest.mark.parametrize("way", ["local", pytest.param("nixl", marks=no_nixl)])
 
 

@@ -11,16 +11,15 @@ from typing import TypeVar
 import numpy as np
 
 from memory.cutting import Model, Shard, draw_layout, draw_model
-from tensorhub.core.messages import Grant
-from tensorhub.core.names import Digest, Ticket, Version, worker_id
-from tensorhub.core.worker.events import ReadEnded
-from tensorhub.core.worker.events_across import AcrossOpened, AddPart, OpenAcross, PartEnded, StartAcross
 from tensorhub.memory.registration import register
-from tensorhub.memory.tiles.grid import Cutting, Grid
-from tensorhub.memory.tiles.tiled import tiled_version
-from tensorhub.memory.tiles.wire import decode_table
+from tensorhub.protocol.messages import Grant
+from tensorhub.protocol.names import Digest, Ticket, Version, worker_id
+from tensorhub.reshard.grid import Cutting, Grid
+from tensorhub.reshard.read import tiled_version
+from tensorhub.reshard.wire import decode_table
 from tensorhub.runtime.dataplane import DataPlane
-from tensorhub.transport.tcp import TcpTransport
+from tensorhub.transport.tcp.transport import TcpTransport
+from tensorhub.worker.events import AcrossOpened, AddPart, OpenAcross, PartEnded, ReadEnded, StartAcross
 
 T = TypeVar("T")
 

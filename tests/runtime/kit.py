@@ -13,8 +13,8 @@ from types import TracebackType
 import aiohttp
 
 import tensorhub
-from tensorhub.core.messages import PROTOCOL, Hello
-from tensorhub.core.names import ModelName, ReplicaName, Shard
+from tensorhub.protocol.messages import PROTOCOL, Hello
+from tensorhub.protocol.names import ModelName, ReplicaName, Shard
 from tensorhub.runtime.codec import encode
 from tensorhub.runtime.config import access_of
 

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 import tensorhub
+from tensorhub.runtime import answers, serving
 from tensorhub.runtime import server as server_module
-from tensorhub.runtime import serving, showing
-from tensorhub.runtime.accepted import PIECE_BYTES, Accepted
+from tensorhub.runtime.admission import PIECE_BYTES, Accepted
 
 from .kit import PATIENCE_S, eventually, own_token
 
@@ -191,7 +191,7 @@ def long_status(monkeypatch):
     async def encode(_):
         return LONG
 
-    monkeypatch.setattr(showing, "encode_status", encode)
+    monkeypatch.setattr(answers, "encode_status", encode)
 
 
 @pytest.mark.usefixtures("long_status")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tensorhub
-from tensorhub.core.messages import Report
+from tensorhub.protocol.messages import Report
 from tensorhub.runtime.codec import encode
 
 from .kit import eventually, hello, own_token

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from tensorhub.core.errors import UsageError
-from tensorhub.core.manifest import Layout, TensorSpec
-from tensorhub.core.messages import (
+from tensorhub.protocol.errors import UsageError
+from tensorhub.protocol.manifest import Layout, TensorSpec
+from tensorhub.protocol.messages import (
     MAX_REPORT_BYTES,
     Across,
     Answer,
@@ -33,11 +33,11 @@ from tensorhub.core.messages import (
     Roster,
     TicketFailure,
 )
-from tensorhub.core.names import NAME_RULE, Digest, Number, Ticket, Version, worker_id
-from tensorhub.core.server import Server
-from tensorhub.core.settings import Settings
+from tensorhub.protocol.names import NAME_RULE, Digest, Number, Ticket, Version, worker_id
+from tensorhub.protocol.settings import Settings
 from tensorhub.runtime.codec import Malformed, decode_to_server, decode_to_worker, encode
 from tensorhub.runtime.config import check_name
+from tensorhub.server import Server
 
 from .kit import hello
 

@@ -7,9 +7,9 @@ import pytest
 from rich.console import Console
 from rich.pretty import Pretty
 
-from tensorhub.core import messages
-from tensorhub.core.errors import UsageError
-from tensorhub.core.settings import Settings
+from tensorhub.protocol import messages
+from tensorhub.protocol.errors import UsageError
+from tensorhub.protocol.settings import Settings
 from tensorhub.runtime.config import (
     Access,
     Options,
@@ -20,10 +20,10 @@ from tensorhub.runtime.config import (
     variable_of,
     worker_options,
 )
-from tensorhub.transport import tcp_wire
-from tensorhub.transport.local import LocalSettings
-from tensorhub.transport.nixl import NixlSettings
-from tensorhub.transport.tcp_settings import TcpSettings
+from tensorhub.transport.local.transport import LocalSettings
+from tensorhub.transport.nixl.transport import NixlSettings
+from tensorhub.transport.tcp import wire
+from tensorhub.transport.tcp.settings import TcpSettings
 
 
 def test_defaults_hold_where_nothing_is_said():
@@ -161,7 +161,7 @@ SHOWN = [
     LocalSettings(token="s3cret").as_tcp(),
     NixlSettings(token="s3cret"),
     messages.Hello("p", "m", "r", 0, 1, "life", token="s3cret"),
-    tcp_wire.Hello("s3cret", "key", 0, 1000, False),
+    wire.Hello("s3cret", "key", 0, 1000, False),
 ]
 
 

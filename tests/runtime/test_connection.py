@@ -13,8 +13,8 @@ import pytest
 from aiohttp import web
 
 import tensorhub
-from tensorhub.core.messages import Orders
-from tensorhub.core.names import Number
+from tensorhub.protocol.messages import Orders
+from tensorhub.protocol.names import Number
 from tensorhub.runtime.codec import encode
 from tensorhub.runtime.config import worker_options
 from tensorhub.runtime.connection import Connection, why_away

@@ -10,13 +10,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tensorhub.core.manifest import Manifest
-from tensorhub.core.names import Version, worker_id
-from tensorhub.core.worker.events import CopiedIn, CopiedOut, CopyDropped, Event
 from tensorhub.memory.digests import build_manifest
 from tensorhub.memory.registration import Registration, register
+from tensorhub.protocol.manifest import Manifest
+from tensorhub.protocol.names import Version, worker_id
 from tensorhub.runtime.content import Content
 from tensorhub.runtime.copies import HostCopies
+from tensorhub.worker.events import CopiedIn, CopiedOut, CopyDropped, Event
 
 from .fleet import Fleet, V
 

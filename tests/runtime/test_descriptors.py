@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import tensorhub
-from tensorhub.runtime import descriptors
-from tensorhub.runtime.descriptors import RESERVE, SAY_EVERY_S, Descriptors, check_limit
+from tensorhub.runtime import admission
+from tensorhub.runtime.admission import RESERVE, SAY_EVERY_S, Descriptors, check_limit
 
 from .kit import PATIENCE_S, eventually
 
@@ -32,7 +32,7 @@ def test_next_to_none_left_is_said_once(monkeypatch, caplog):
         (5.0, 20, 1),
         (1.0 + SAY_EVERY_S, inf, 2),
     ):
-        monkeypatch.setattr(descriptors, "_lowest_free", lambda lowest=lowest: lowest)
+        monkeypatch.setattr(admission, "_lowest_free", lambda lowest=lowest: lowest)
         looks.look(now)
         assert len(caplog.records) == said
 

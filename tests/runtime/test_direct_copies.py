@@ -18,22 +18,20 @@ import pytest
 import xxhash
 
 import tensorhub
-from tensorhub.core.boxes import Box
-from tensorhub.core.names import Version, worker_id
-from tensorhub.core.worker.events import CopiedIn, CopiedOut, CopyDropped, Event
-from tensorhub.memory import pinned, registration
+from tensorhub.memory import host_copies, registration
 from tensorhub.memory.digests import OnDevice, build_manifest
-from tensorhub.memory.guarded import Freed
-from tensorhub.memory.host import host_view
-from tensorhub.memory.hostmemory import HostMemory
-from tensorhub.memory.pinned import Direct, pinned_bytes
+from tensorhub.memory.host_copies import Direct, HostMemory, pinned_bytes
 from tensorhub.memory.registration import Registration, register
 from tensorhub.memory.room import SPARE_BYTES, Room
-from tensorhub.memory.tiles.tiled import grid_for, tiled_version
+from tensorhub.memory.streams import Freed, host_view
+from tensorhub.protocol.layout import Box
+from tensorhub.protocol.names import Version, worker_id
+from tensorhub.reshard.read import grid_for, tiled_version
 from tensorhub.runtime.content import Content, Known
 from tensorhub.runtime.copies import HostCopies
 from tensorhub.transport import sealed
 from tensorhub.transport.base import Export, Transport
+from tensorhub.worker.events import CopiedIn, CopiedOut, CopyDropped, Event
 
 from .kit import eventually
 
@@ -48,7 +46,7 @@ pytestmark = pytest.mark.skipif(bool(sealed.why_not()), reason=sealed.why_not() 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """And nothing is left of a worker that a test has not closed: the limit is one of the whole process."""
-    monkeypatch.setattr(pinned, "STEP_BYTES", STEP)
+    monkeypatch.setattr(host_copies, "PIN_STEP_BYTES", STEP)
     yield
     eventually(lambda: gc.collect() is not None and not pinned_bytes())
 

@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 
 import tensorhub
-from tensorhub.core.errors import InvariantViolation
-from tensorhub.core.worker.events import Called
-from tensorhub.runtime import client, long_waits
-from tensorhub.runtime.behind import Behind
+from tensorhub.protocol.errors import InvariantViolation
+from tensorhub.runtime import client
+from tensorhub.runtime import driver as long_waits
+from tensorhub.runtime.cast_state import Behind
 from tensorhub.runtime.connection import FIRST_RETRY_S, LAST_RETRY_S, SOON_RETRY_S, SOON_S, retry_delay_s
 from tensorhub.runtime.loops import in_thread, loop_thread
 from tensorhub.runtime.serving import ServerThread
+from tensorhub.worker.events import Called
 
 from .kit import ServerProcess, eventually, in_threads, within
 

@@ -4,13 +4,11 @@ import asyncio
 
 import pytest
 
-from tensorhub.core.messages import LayoutInfo, Orders, Report
-from tensorhub.core.server import facts
-from tensorhub.core.settings import Settings
-from tensorhub.runtime import intake as intake_module
-from tensorhub.runtime.intake import Intake
-from tensorhub.runtime.lines import Line
-from tensorhub.runtime.server import ServerShell
+from tensorhub.protocol.messages import LayoutInfo, Orders, Report
+from tensorhub.protocol.settings import Settings
+from tensorhub.runtime import server
+from tensorhub.runtime.server import Intake, Line, ServerShell
+from tensorhub.server import state
 
 from .kit import hello
 from .test_lines import Socket, settle
@@ -234,7 +232,7 @@ def test_a_backlog_of_several_leases_ends_no_session_and_nobody_is_silent(monkey
             before = busy.clock.now
             while busy.shell.intake.is_busy and busy.clock.now < before + 1.0:  # noqa: ASYNC110 - turns of the loop
                 await asyncio.sleep(0)
-            silent = [m for m in busy.machine.state.members.all() if facts.is_silent(busy.machine.state, m)]
+            silent = [m for m in busy.machine.state.members.all() if state.is_silent(busy.machine.state, m)]
             assert not silent
         busy.decision_s = 0.0
         await busy.until_idle()
@@ -279,4 +277,4 @@ def test_a_report_that_came_with_the_end_of_its_line_counts(monkeypatch):
 
 
 def test_a_slice_is_a_few_milliseconds():
-    assert 0.0005 <= intake_module.SLICE_S <= 0.01
+    assert 0.0005 <= server.SLICE_S <= 0.01

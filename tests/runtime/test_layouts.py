@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 
 import tensorhub
-from tensorhub.core.manifest import Layout, TensorSpec
-from tensorhub.core.messages import Holding, LayoutInfo, LayoutWanted, Orders, Report
-from tensorhub.core.names import Digest, Version
-from tensorhub.runtime import layouts
+from tensorhub.protocol.manifest import Layout, TensorSpec
+from tensorhub.protocol.messages import Holding, LayoutInfo, LayoutWanted, Orders, Report
+from tensorhub.protocol.names import Digest, Version
+from tensorhub.runtime import server as layouts
 from tensorhub.runtime.codec import decode_to_worker, encode
-from tensorhub.runtime.layouts import UnknownLayouts
-from tensorhub.runtime.lines import Line
+from tensorhub.runtime.server import Line, UnknownLayouts
 
 from .kit import PATIENCE_S, ServerProcess, eventually, hello, line_to
 from .test_lines import Socket, settle

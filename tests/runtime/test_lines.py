@@ -3,13 +3,12 @@
 import asyncio
 from math import inf
 
-from tensorhub.core.messages import Orders, Refusal
-from tensorhub.core.names import Number
-from tensorhub.core.settings import Settings
+from tensorhub.protocol.messages import Orders, Refusal
+from tensorhub.protocol.names import Number
+from tensorhub.protocol.settings import Settings
 from tensorhub.runtime import server as server_module
 from tensorhub.runtime.codec import decode_to_worker
-from tensorhub.runtime.lines import Line
-from tensorhub.runtime.server import ServerShell
+from tensorhub.runtime.server import Line, ServerShell
 
 
 class Socket:

@@ -14,11 +14,10 @@ import weakref
 import pytest
 
 from runtime.kit import eventually
-from tensorhub.core.errors import DeadlineExceeded
-from tensorhub.runtime import errands, loops
-from tensorhub.runtime.errands import Errand
-from tensorhub.runtime.loops import in_thread, loop_thread
-from tensorhub.transport import shortages
+from tensorhub.protocol.errors import DeadlineExceeded
+from tensorhub.runtime import loops
+from tensorhub.runtime.loops import Errand, in_thread, loop_thread
+from tensorhub.transport import threads
 
 
 class Burden:
@@ -57,7 +56,7 @@ class Interrupted:
     Not before a return: Python looks for signals at the start of a function and after a call, never on the way out.
     """
 
-    FILES = (loops.__file__, errands.__file__, asyncio.base_events.__file__, concurrent.futures._base.__file__)
+    FILES = (loops.__file__, loops.__file__, asyncio.base_events.__file__, concurrent.futures._base.__file__)
 
     def __init__(self, at: int) -> None:
         self.left = at
@@ -163,8 +162,8 @@ def test_what_was_opened_when_its_caller_was_interrupted_is_closed_again():
 
 def test_a_loop_that_stands_still_is_said_with_what_this_process_was_refused(monkeypatch):
     monkeypatch.setattr(loops, "GRACE_S", 0.0)
-    monkeypatch.setattr(shortages, "_last", None)
-    shortages.note(OSError(errno.EMFILE, "Too many open files"), did="it connected to a source")
+    monkeypatch.setattr(threads, "_last", None)
+    threads.note(OSError(errno.EMFILE, "Too many open files"), did="it connected to a source")
     with pytest.raises(
         DeadlineExceeded, match=r"met a limit .* ago, when it connected to a source: Too many"
     ) as caught:

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from tensorhub.core.manifest import Layout, TensorSpec
-from tensorhub.core.messages import (
+from tensorhub.protocol.manifest import Layout, TensorSpec
+from tensorhub.protocol.messages import (
     MAX_TEXT,
     PROTOCOL,
     CallReport,
@@ -22,10 +22,10 @@ from tensorhub.core.messages import (
     TicketFailure,
     Withdrawing,
 )
-from tensorhub.core.names import worker_id
-from tensorhub.core.server import Server
-from tensorhub.core.settings import Settings
+from tensorhub.protocol.names import worker_id
+from tensorhub.protocol.settings import Settings
 from tensorhub.runtime.codec import Malformed, decode_to_server, encode
+from tensorhub.server import Server
 
 from .kit import hello
 

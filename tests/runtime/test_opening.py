@@ -11,35 +11,35 @@ from pathlib import Path
 import pytest
 
 import tensorhub
-from tensorhub.core.errors import TransportMissing
-from tensorhub.core.worker.events import Received
+from tensorhub.protocol.errors import TransportMissing
 from tensorhub.runtime import opening
 from tensorhub.runtime.config import worker_options
 from tensorhub.runtime.driver import Driver
 from tensorhub.runtime.opening import wanted_transports
-from tensorhub.transport import nixl_path, nixl_probe
+from tensorhub.transport.nixl import agent, probe
+from tensorhub.worker.events import Received
 
 from .kit import eventually
 
 
 def test_by_default_what_wants_hardware_is_taken_only_where_it_is(monkeypatch):
-    monkeypatch.setattr(nixl_path, "advantage", lambda: (False, "nothing is here"))
+    monkeypatch.setattr(agent, "advantage", lambda: (False, "nothing is here"))
     assert wanted_transports(worker_options({})) == ("local", "tcp")
-    monkeypatch.setattr(nixl_path, "advantage", lambda: (True, "RDMA"))
+    monkeypatch.setattr(agent, "advantage", lambda: (True, "RDMA"))
     assert wanted_transports(worker_options({})) == ("local", "nixl", "tcp")
 
 
 def test_what_is_named_is_taken_whatever_is_here(monkeypatch):
-    monkeypatch.setattr(nixl_path, "advantage", lambda: (False, "nothing is here"))
+    monkeypatch.setattr(agent, "advantage", lambda: (False, "nothing is here"))
     assert wanted_transports(worker_options({"TENSORHUB_TRANSPORTS": "nixl,tcp"})) == ("nixl", "tcp")
     assert wanted_transports(worker_options({}, transports=["tcp"])) == ("tcp",)
 
 
 def test_where_it_has_no_advantage_nixl_is_not_even_tried(monkeypatch):
     """The default costs no child process, and loads nothing."""
-    monkeypatch.setattr(nixl_path, "advantage", lambda: (False, "nothing is here"))
-    monkeypatch.setattr(nixl_probe, "_found", {})
-    monkeypatch.setattr(nixl_probe, "_ask_a_child", lambda deadline_s: pytest.fail("a child process was started"))
+    monkeypatch.setattr(agent, "advantage", lambda: (False, "nothing is here"))
+    monkeypatch.setattr(probe, "_found", {})
+    monkeypatch.setattr(probe, "_ask_a_child", lambda deadline_s: pytest.fail("a child process was started"))
     made = opening._listen("127.0.0.1", worker_options({}), 1.0)
     for transport in made.values():
         transport.close()
@@ -80,7 +80,8 @@ def test_a_worker_and_a_view_that_came_before_this_users_first_server_find_its_t
 HANGING = """
 import time
 import tensorhub
-from tensorhub.transport import nixl_agent, nixl_probe
+from tensorhub.transport.nixl import agent as nixl_agent
+from tensorhub.transport.nixl import probe as nixl_probe
 nixl_probe.MODULES = nixl_agent.MODULES = ("nixl_that_hangs",)
 with tensorhub.serve() as server:
     began = time.monotonic()
@@ -95,7 +96,7 @@ def test_a_nixl_that_hangs_costs_open_its_share_and_no_more(tmp_path: Path):
     """`open` ends by its deadline with the other transports; what hung is killed with its child process."""
     (tmp_path / "nixl_that_hangs.py").write_text("import time; time.sleep(600)")
     (tmp_path / "sitecustomize.py").write_text(
-        "import tensorhub.transport.nixl_agent as a; a.MODULES = ('nixl_that_hangs',)"
+        "import tensorhub.transport.nixl.agent as a; a.MODULES = ('nixl_that_hangs',)"
     )
     path = [str(tmp_path), str(Path(tensorhub.__file__).parents[1])]
     done = subprocess.run(
@@ -108,8 +109,8 @@ def test_a_nixl_that_hangs_costs_open_its_share_and_no_more(tmp_path: Path):
 
 
 def test_nixl_alone_where_it_is_not_says_what_is_missing(monkeypatch):
-    monkeypatch.setattr(nixl_probe, "MODULES", ("nixl_that_nobody_has",))
-    monkeypatch.setattr(nixl_probe, "_found", {})
+    monkeypatch.setattr(probe, "MODULES", ("nixl_that_nobody_has",))
+    monkeypatch.setattr(probe, "_found", {})
     with tensorhub.serve() as server, pytest.raises(TransportMissing) as caught:
         tensorhub.open("m", replica="r", server=server.address, transports="nixl")
     assert "nixl_that_nobody_has is installed" in str(caught.value)

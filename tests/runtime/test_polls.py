@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tensorhub.runtime.polls import SHARE, Polls
+from tensorhub.runtime.answers import SHARE, Polls
 
 
 class Question:

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 from aiohttp.http_exceptions import BadHttpMessage
 
-from tensorhub.runtime import requests
-from tensorhub.runtime.requests import EVERY_S, FAILED, MALFORMED, SHORTAGE, Seldom
+from tensorhub.runtime import admission
+from tensorhub.runtime.admission import EVERY_S, FAILED, MALFORMED, SHORTAGE, Seldom
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def said(monkeypatch, caplog):
     logs = {"a": Seldom(), "b": Seldom()}
 
     def say(error, at, server="a"):
-        monkeypatch.setattr(requests, "time", SimpleNamespace(monotonic=lambda: at))
+        monkeypatch.setattr(admission, "time", SimpleNamespace(monotonic=lambda: at))
         caplog.clear()
         logs[server].exception("request from %s", "x", exc_info=error)
         found = [(record.getMessage(), bool(record.exc_info)) for record in caplog.records]
@@ -86,4 +86,4 @@ def test_a_log_that_nobody_has_any_more_leaves_nothing_behind():
     gone = weakref.ref(Seldom())
     gc.collect()
     assert gone() is None
-    assert not requests._log.filters
+    assert not admission._log.filters

@@ -8,9 +8,9 @@ import sys
 import pytest
 
 import tensorhub
-from tensorhub.core.errors import Unavailable
-from tensorhub.runtime import resolving
-from tensorhub.runtime.resolving import ThreadResolver
+from tensorhub.protocol.errors import Unavailable
+from tensorhub.runtime import connection
+from tensorhub.runtime.connection import ThreadResolver
 
 from .kit import PATIENCE_S
 
@@ -36,7 +36,7 @@ except tensorhub.ServerUnreachable as error:
     print(error)
 """
 CONNECTS = """
-from tensorhub.core.messages import PROTOCOL, Hello
+from tensorhub.protocol.messages import PROTOCOL, Hello
 from tensorhub.runtime.connection import Connection
 async def story():
     hello = Hello(PROTOCOL, "m", "r", 0, 1, "life")
@@ -76,6 +76,6 @@ def test_where_no_thread_can_be_started_the_server_is_away_for_now(monkeypatch):
     async def refuse(*_, **__):
         raise Unavailable("this process may start no more threads")
 
-    monkeypatch.setattr(resolving, "in_thread", refuse)
+    monkeypatch.setattr(connection, "in_thread", refuse)
     with pytest.raises(OSError, match="no more threads"):
         asyncio.run(ThreadResolver().resolve("far.example", 80))

@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 
-from tensorhub.core.errors import SourceLost, TransportMissing
-from tensorhub.core.messages import Grant
-from tensorhub.core.names import Digest, Shard, Ticket, Version, WorkerId
-from tensorhub.runtime.routes import Routes
+from tensorhub.protocol.errors import SourceLost, TransportMissing
+from tensorhub.protocol.messages import Grant
+from tensorhub.protocol.names import Digest, Shard, Ticket, Version, WorkerId
+from tensorhub.runtime.content import Routes
 from tensorhub.transport.base import Transport
-from tensorhub.transport.local_host import format_endpoint, here
-from tensorhub.transport.tcp import TcpTransport
+from tensorhub.transport.local.memory import format_endpoint, here
+from tensorhub.transport.tcp.transport import TcpTransport
 
 ME, SOURCE = WorkerId("m", "rollout", Shard(0)), WorkerId("m", "trainer", Shard(0))
 ELSEWHERE = format_endpoint(dataclasses.replace(here(), boot="0123-4567"), "some-socket")

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 import tensorhub
-from tensorhub.core.errors import UsageError
-from tensorhub.core.messages import MAX_LAYOUT_BYTES, MAX_REPORT_BYTES, PROTOCOL, Orders, Refusal, Report
-from tensorhub.core.names import ModelName, Number, Version
-from tensorhub.core.server.receipts import Notary
-from tensorhub.core.settings import Settings
+from tensorhub.protocol.errors import UsageError
+from tensorhub.protocol.messages import MAX_LAYOUT_BYTES, MAX_REPORT_BYTES, PROTOCOL, Orders, Refusal, Report
+from tensorhub.protocol.names import ModelName, Number, Version
+from tensorhub.protocol.settings import Settings
 from tensorhub.runtime import server as server_module
 from tensorhub.runtime.codec import decode_to_worker, encode
 from tensorhub.runtime.serving import ServerThread, _key
+from tensorhub.server.versions import Notary
 
 from .kit import PATIENCE_S, eventually, hello, line_to, own_token, within
 

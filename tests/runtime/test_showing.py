@@ -7,11 +7,11 @@ import msgspec
 import pytest
 
 from bench.fleet import Fleet
-from tensorhub.core.server import Server
-from tensorhub.core.settings import Settings
-from tensorhub.core.snapshot import Status
-from tensorhub.runtime import showing
-from tensorhub.runtime.showing import LONG_BYTES, MOST_REST_S, Shown, encode_status, take_status
+from tensorhub.protocol.settings import Settings
+from tensorhub.protocol.status import Status
+from tensorhub.runtime import answers
+from tensorhub.runtime.answers import LONG_BYTES, MAX_REST_S, Shown, encode_status, take_status
+from tensorhub.server import Server
 
 REPLICAS = 100
 
@@ -46,7 +46,7 @@ def test_in_steps_it_is_the_same_picture(fleet):
 
 def test_the_others_run_meanwhile(fleet, monkeypatch):
     """With slices of no length: a turn of the loop for each replica, and for each replica's JSON."""
-    monkeypatch.setattr(showing, "SLICE_S", 0.0)
+    monkeypatch.setattr(answers, "SLICE_S", 0.0)
 
     async def story():
         turns = 0
@@ -103,7 +103,7 @@ def test_all_who_ask_meanwhile_share_one_picture_that_is_newer_than_their_questi
         await asyncio.sleep(0)
         return machine.status(now=now)
 
-    monkeypatch.setattr(showing, "take_status", take)
+    monkeypatch.setattr(answers, "take_status", take)
 
     async def story():
         now = 100.0
@@ -140,5 +140,5 @@ def test_after_a_long_picture_it_rests():
     for size_bytes in (0, LONG_BYTES, 100 * LONG_BYTES):
         began = time.monotonic()
         shown._rest_after(began, size_bytes)
-        assert shown._rests_until <= time.monotonic() + MOST_REST_S
-    assert shown._rests_until >= began + MOST_REST_S
+        assert shown._rests_until <= time.monotonic() + MAX_REST_S
+    assert shown._rests_until >= began + MAX_REST_S

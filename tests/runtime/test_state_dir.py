@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tensorhub.core.errors import UsageError
-from tensorhub.runtime.state_dir import secret, state_directory
+from tensorhub.protocol.errors import UsageError
+from tensorhub.runtime.config import secret, state_directory
 
 root_may_all = pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 

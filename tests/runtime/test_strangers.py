@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import tensorhub
-from tensorhub.core.manifest import Layout, TensorSpec
-from tensorhub.core.messages import MAX_LAYOUT_BYTES, LayoutInfo, LayoutWanted, Orders, Refusal, Report
-from tensorhub.core.settings import Settings
-from tensorhub.runtime import descriptors, strangers
+from tensorhub.protocol.manifest import Layout, TensorSpec
+from tensorhub.protocol.messages import MAX_LAYOUT_BYTES, LayoutInfo, LayoutWanted, Orders, Refusal, Report
+from tensorhub.protocol.settings import Settings
+from tensorhub.runtime import admission
 from tensorhub.runtime import server as server_module
 from tensorhub.runtime.codec import decode_to_worker, encode
 from tensorhub.runtime.serving import ServerThread
@@ -78,7 +78,7 @@ class Raw:
 
 def test_who_begins_a_long_frame_is_refused_before_it_is_whole(server):
     with Raw(server.address) as stranger:
-        stranger.sock.sendall(beginning(8 << 20) + bytes(strangers.MOST_OF_ONE_BYTES))
+        stranger.sock.sendall(beginning(8 << 20) + bytes(admission.MAX_OF_ONE_BYTES))
         refusal = stranger.hear()
         assert isinstance(refusal, Refusal)
         assert "too much before any Hello" in refusal.message
@@ -93,7 +93,7 @@ def test_many_short_frames_are_too_much_as_well(server):
 
 
 def test_what_comes_with_the_request_counts(server):
-    with Raw(server.address, first=beginning(8 << 20) + bytes(strangers.MOST_OF_ONE_BYTES)) as stranger:
+    with Raw(server.address, first=beginning(8 << 20) + bytes(admission.MAX_OF_ONE_BYTES)) as stranger:
         if b" 101 " in stranger.status:  # it came in two
             assert isinstance(stranger.hear(), Refusal)
         else:  # up to 3.14.3 aiohttp has closed the connection before it can answer
@@ -117,7 +117,7 @@ def test_all_strangers_together_have_a_limit_that_no_worker_meets(server, monkey
     with Raw(server.address) as first, Raw(server.address) as second:
         first.sock.sendall(beginning(1 << 20) + bytes(40_000))
         eventually(lambda: most.held_bytes >= 40_000, "the first one is heard")
-        monkeypatch.setattr(strangers, "MOST_OF_ALL_BYTES", 30_000)
+        monkeypatch.setattr(admission, "MAX_OF_ALL_BYTES", 30_000)
         second.sock.sendall(beginning(1 << 20) + bytes(20_000))
         assert second.hear() is None
         eventually(lambda: most.held_bytes < 50_000, "what the second one said is forgotten")
@@ -130,7 +130,7 @@ def test_all_strangers_together_have_a_limit_that_no_worker_meets(server, monkey
 @pytest.mark.parametrize("asks", [b"", ASK, UPGRADE], ids=["nothing", "a question", "a line"])
 def test_idle_strangers_do_not_use_up_the_descriptors(server, monkeypatch, asks):
     """One that says nothing has 5 s else, and one that has asked once 75 s."""
-    monkeypatch.setattr(descriptors, "_lowest_free", lambda: inf)  # none is left, whatever is closed
+    monkeypatch.setattr(admission, "_lowest_free", lambda: inf)  # none is left, whatever is closed
     monkeypatch.setattr(server_module, "HELLO_S", 2 * DEADLINE_S)
     host, port = server.address.split(":")
     with tensorhub.open("m", replica="r", server=server.address) as weights:
@@ -182,19 +182,19 @@ class Wire:
 def test_a_hello_is_heard_before_what_came_after_it_is_too_much(is_good):
     async def story() -> None:
         wire, refused = Wire(), []
-        all_of_them = strangers.Strangers()
-        stranger = strangers.Stranger(all_of_them, wire, lambda: refused.append(len(wire.heard)))
+        all_of_them = admission.Strangers()
+        stranger = admission.Stranger(all_of_them, wire, lambda: refused.append(len(wire.heard)))
         said = bytes(range(250)) * 1000
         wire.on_heard = stranger.leave if is_good else lambda: None
         wire.hears.data_received(said)
-        assert (wire.is_paused, len(wire.heard)) == (True, strangers.MOST_OF_ONE_BYTES)
+        assert (wire.is_paused, len(wire.heard)) == (True, admission.MAX_OF_ONE_BYTES)
         await settle()
         assert not wire.is_paused
         wire.hears.data_received(b"more")
         if is_good:
             assert (wire.heard, refused, all_of_them.held_bytes) == (said + b"more", [], 0)
         else:
-            assert wire.heard == said[: strangers.MOST_OF_ONE_BYTES]
+            assert wire.heard == said[: admission.MAX_OF_ONE_BYTES]
             assert (refused, all_of_them.held_bytes) == ([len(wire.heard)], len(wire.heard))
 
     asyncio.run(story())

@@ -6,13 +6,23 @@ import weakref
 
 import pytest
 
-from tensorhub.core.names import Ticket
-from tensorhub.core.worker.events import CopiedIn, ReadAdvanced, ReadEnded, ReadOpened, ReadTouched, ServingStopped
-from tensorhub.core.worker.events_across import AcrossOpened, PartEnded, PartMeasured, StopPart
-from tensorhub.memory.tiles import across
-from tensorhub.runtime import tiled
-from tensorhub.transport.local import LocalTransport
-from tensorhub.transport.tcp import TcpTransport
+from tensorhub.protocol.names import Ticket
+from tensorhub.reshard import read
+from tensorhub.runtime import tile_reads
+from tensorhub.transport.local.transport import LocalTransport
+from tensorhub.transport.tcp.transport import TcpTransport
+from tensorhub.worker.events import (
+    AcrossOpened,
+    CopiedIn,
+    PartEnded,
+    PartMeasured,
+    ReadAdvanced,
+    ReadEnded,
+    ReadOpened,
+    ReadTouched,
+    ServingStopped,
+    StopPart,
+)
 
 from .fleet import Fleet, V, told
 
@@ -202,7 +212,7 @@ def test_a_source_that_shows_something_else_is_refused_before_a_byte_moves():
 
 def test_nobody_waits_for_a_plan(monkeypatch):
     """The loop asks what is open while a thread plans: all workers of a process share it, and it keeps their leases."""
-    real, planning, goes_on = across.plan_reads, threading.Event(), threading.Event()
+    real, planning, goes_on = read.plan_reads, threading.Event(), threading.Event()
 
     def slowly(*arguments):
         planning.set()
@@ -212,7 +222,7 @@ def test_nobody_waits_for_a_plan(monkeypatch):
     async def story(fleet):
         fleet.publish()
         reader = await opened(fleet)
-        monkeypatch.setattr(across, "plan_reads", slowly)
+        monkeypatch.setattr(read, "plan_reads", slowly)
         reader.start(1)
         await reader.seen(planning.is_set)
         timer = threading.Timer(5, goes_on.set)  # so that a loop that does wait is found out, and not waited for
@@ -363,5 +373,5 @@ def test_how_much_came_from_each_part_is_told(monkeypatch):
             valve.open()
         assert (await reader.ended()).complete
 
-    monkeypatch.setattr(tiled, "MEASURE_EVERY_S", 0.02)
+    monkeypatch.setattr(tile_reads, "MEASURE_EVERY_S", 0.02)
     told(story, Fleet.of_rows)

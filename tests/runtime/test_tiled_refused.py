@@ -4,13 +4,12 @@ import numpy as np
 import pytest
 
 from memory.cutting import Shard
-from tensorhub.core.messages import Failure
-from tensorhub.core.names import Ticket
-from tensorhub.core.worker.events import ReadTouched
-from tensorhub.core.worker.events_across import AcrossOpened, PartEnded
 from tensorhub.memory.room import Room
-from tensorhub.runtime import tile_plane
+from tensorhub.protocol.messages import Failure
+from tensorhub.protocol.names import Ticket
+from tensorhub.runtime import tile_reads
 from tensorhub.transport.native import load
+from tensorhub.worker.events import AcrossOpened, PartEnded, ReadTouched
 
 from .fleet import Fleet, V, told
 
@@ -145,7 +144,7 @@ def test_whatever_goes_wrong_while_it_is_worked_out_ends_the_read(where, monkeyp
 
         fleet.publish()
         (reader,) = fleet.readers
-        monkeypatch.setattr(tile_plane, where, fails)
+        monkeypatch.setattr(tile_reads, where, fails)
         found = await refused(fleet, reader)
         assert "cannot be worked out: MemoryError()" in found.message
 

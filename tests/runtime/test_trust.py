@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from tensorhub.core.errors import SessionLost
 from tensorhub.memory.digests import build_manifest
 from tensorhub.memory.fill import FillSink
 from tensorhub.memory.registration import register
+from tensorhub.protocol.errors import SessionLost
 from tensorhub.runtime.trust import Lease, TrustedSink
 
 CHUNK = 64

@@ -6,9 +6,9 @@ counted round; so a source brings nothing more once its last chunk is there.
 
 from typing import TYPE_CHECKING
 
-from tensorhub.core.messages import Failure, Grant
-from tensorhub.core.names import TILED, Digest, Ticket
-from tensorhub.core.worker.events import (
+from tensorhub.protocol.messages import Failure, Grant
+from tensorhub.protocol.names import TILED, Digest, Ticket
+from tensorhub.worker.events import (
     AcrossOpened,
     AddPart,
     Event,

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from tensorhub.core.manifest import Layout
-from tensorhub.core.messages import Failure, Grant, Hello, LayoutInfo, Orders, Refusal
-from tensorhub.core.names import Digest, Version
-from tensorhub.core.worker.events import (
+from tensorhub.protocol.manifest import Layout
+from tensorhub.protocol.messages import Failure, Grant, Hello, LayoutInfo, Orders, Refusal
+from tensorhub.protocol.names import Digest, Version
+from tensorhub.worker.events import (
     AddPart,
     Called,
     Cancelled,
@@ -52,7 +52,7 @@ from tensorhub.core.worker.events import (
     Trust,
     Wished,
 )
-from tensorhub.core.worker.machine import Worker
+from tensorhub.worker.machine import Worker
 
 from .crossing import Crossing, root_of, values_of
 from .words import name_of

@@ -9,12 +9,12 @@ import textwrap
 from collections.abc import Callable
 from math import prod
 
-from tensorhub.core.manifest import Layout, TensorSpec, contiguous_strides, item_bytes
-from tensorhub.core.messages import PROTOCOL, Failure, Hello, Roster
-from tensorhub.core.names import Digest, ModelName, Number, ReplicaName, Shard, Version
-from tensorhub.core.server.receipts import Notary
-from tensorhub.core.settings import Settings
-from tensorhub.core.worker.events import ReadMeasured
+from tensorhub.protocol.manifest import Layout, TensorSpec, contiguous_strides, item_bytes
+from tensorhub.protocol.messages import PROTOCOL, Failure, Hello, Roster
+from tensorhub.protocol.names import Digest, ModelName, Number, ReplicaName, Shard, Version
+from tensorhub.protocol.settings import Settings
+from tensorhub.server.versions import Notary
+from tensorhub.worker.events import ReadMeasured
 
 from .player import CHUNKS, Player
 from .stage import Letter, Stage

@@ -10,15 +10,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf
 
-from tensorhub.core.manifest import Layout
-from tensorhub.core.messages import Hello, Holding, Orders, Refusal, Report, ToServer, ToWorker
-from tensorhub.core.server import Outbox, Server
-from tensorhub.core.settings import Settings
+from tensorhub.protocol.manifest import Layout
+from tensorhub.protocol.messages import Hello, Holding, Orders, Refusal, Report, ToServer, ToWorker
+from tensorhub.protocol.settings import Settings
+from tensorhub.server import Outbox, Server
 
 from .player import Player
 from .words import Words, name_of
 
-MOST_STEPS = 20_000  # of one command; a conversation that does not end is a bug
+MAX_STEPS = 20_000  # of one command; a conversation that does not end is a bug
 
 
 @dataclass
@@ -219,12 +219,12 @@ class Stage:
 
     def pump(self) -> None:
         """Whatever is on its way arrives, and whatever that brings about."""
-        for _ in range(MOST_STEPS):
+        for _ in range(MAX_STEPS):
             if not self._queue:
                 self._see_one_publish()
                 return
             self.hand_over(self._queue.popleft())
-        raise AssertionError(f"{MOST_STEPS} messages and no end")
+        raise AssertionError(f"{MAX_STEPS} messages and no end")
 
     def _see_one_publish(self) -> None:
         """What a replica has read, all of it, is of one publish: its roots say so, whatever anybody believes (G2)."""
@@ -244,7 +244,7 @@ class Stage:
     def advance(self, seconds: float) -> None:
         """Time goes on; whoever asked to be called at some time is called."""
         until = self.now + seconds
-        for _ in range(MOST_STEPS):
+        for _ in range(MAX_STEPS):
             at = min([self._server_time(), *self._times()])
             if at > until:
                 break

@@ -1,6 +1,6 @@
 """How things are on the stage, in a few lines."""
 
-from tensorhub.core.messages import Filling
+from tensorhub.protocol.messages import Filling
 
 from .player import CHUNKS, Player
 from .stage import Stage

@@ -8,11 +8,11 @@ from collections import Counter
 
 import pytest
 
-from tensorhub.core.manifest import Layout, TensorSpec
-from tensorhub.core.messages import PROTOCOL, Hello
-from tensorhub.core.names import worker_id
-from tensorhub.core.settings import Settings
-from tensorhub.core.worker.events import ReadMeasured
+from tensorhub.protocol.manifest import Layout, TensorSpec
+from tensorhub.protocol.messages import PROTOCOL, Hello
+from tensorhub.protocol.names import worker_id
+from tensorhub.protocol.settings import Settings
+from tensorhub.worker.events import ReadMeasured
 
 from . import player as players
 from .player import Player

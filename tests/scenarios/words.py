@@ -4,7 +4,7 @@ Numbers of the server (tickets, sessions) are shown in the order in which they f
 says no more than the one before it in the same direction is not shown, so what is left is news.
 """
 
-from tensorhub.core.messages import (
+from tensorhub.protocol.messages import (
     Answer,
     Buffer,
     Failure,
@@ -23,8 +23,8 @@ from tensorhub.core.messages import (
     Vacated,
     Withdrawing,
 )
-from tensorhub.core.names import WorkerId
-from tensorhub.core.worker.events import (
+from tensorhub.protocol.names import WorkerId
+from tensorhub.worker.events import (
     AddPart,
     CopyIn,
     CopyOut,

@@ -6,15 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tensorhub.cli.bounds import between
-from tensorhub.cli.errors import ErrorsAreLines, error_text
+from tensorhub.cli.output import ErrorsAreLines, between, error_text
 
 if TYPE_CHECKING:
     from .runner import SeedResult
 
 app = ErrorsAreLines(add_completion=False, pretty_exceptions_enable=False)
 NO_TYPE = ""  # of a switch: "<bool>" behind it in the help looks as if it took a value
-MOST_JOBS = 1_024  # each is a Python of its own, and all are started at once
+MAX_JOBS = 1_024  # each is a Python of its own, and all are started at once
 
 
 @app.command()
@@ -28,8 +27,8 @@ def simulate(
     mixed: Annotated[
         bool, typer.Option("--mixed", metavar=NO_TYPE, help="Of many, only those with two ways to cut tensors.")
     ] = False,
-    jobs: Annotated[int, between(1, MOST_JOBS, help="Processes at a time.", show_default="cores")] = min(
-        os.cpu_count() or 1, MOST_JOBS
+    jobs: Annotated[int, between(1, MAX_JOBS, help="Processes at a time.", show_default="cores")] = min(
+        os.cpu_count() or 1, MAX_JOBS
     ),
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", metavar=NO_TYPE, help="Of one history, only the closing line.")
@@ -67,7 +66,7 @@ def _shrink(seed: int) -> None:
 
 
 def _simulate_plan(path: Path, *, quiet: bool) -> None:
-    from tensorhub.core.errors import UsageError
+    from tensorhub.protocol.errors import UsageError
 
     from .plantext import parse
     from .runner import run_plan
@@ -106,7 +105,7 @@ def _simulate_many(text: str, *, seconds: float | None, jobs: int, mixed: bool) 
 
     from rich.console import Console
 
-    from tensorhub.cli.words import count_text, time_text
+    from tensorhub.cli.output import count_text, time_text
 
     from .draw import is_mixed
     from .seeds import parse_seeds, show_seeds

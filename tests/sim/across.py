@@ -7,9 +7,9 @@ memory is what was granted at that very moment. How contents follow from each ot
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tensorhub.core.messages import Failure, Grant
-from tensorhub.core.names import Digest, Ticket, WorkerId
-from tensorhub.core.worker.events_across import AcrossOpened, PartEnded, PartMeasured
+from tensorhub.protocol.messages import Failure, Grant
+from tensorhub.protocol.names import Digest, Ticket, WorkerId
+from tensorhub.worker.events import AcrossOpened, PartEnded, PartMeasured
 
 from .dataplane import CHUNK_BYTES, LOOK_S, SILENCE_S, DataPlane
 from .hostcopies import Place

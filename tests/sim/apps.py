@@ -8,11 +8,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tensorhub.core.messages import Failure, Poisoned
-from tensorhub.core.names import Digest, Version
-from tensorhub.core.version_spec import PREFETCHED
-from tensorhub.core.worker.call import FILLS
-from tensorhub.core.worker.events import Called, ClaimDropped, Finished
+from tensorhub.protocol.messages import PREFETCHED, Failure, Poisoned
+from tensorhub.protocol.names import Digest, Version
+from tensorhub.worker.events import Called, ClaimDropped, Finished
+from tensorhub.worker.state import FILLS
 
 from .plan import Replica, Step
 from .process import Process

@@ -1,6 +1,6 @@
 """The whole simulated cluster of one plan: server, processes, programs, storm and calm."""
 
-from tensorhub.core.names import ModelName, ReplicaName, Shard, WorkerId
+from tensorhub.protocol.names import ModelName, ReplicaName, Shard, WorkerId
 
 from .apps import App, RolloutApp, TrainerApp
 from .cuts import Cuts, is_target
@@ -12,7 +12,7 @@ from .process import Process
 from .watch import Watch
 from .world import OracleViolation, World
 
-MOST_EVENTS = 400_000  # a history that does not end is a bug of its own; of each eight workers
+MAX_EVENTS = 400_000  # a history that does not end is a bug of its own; of each eight workers
 
 
 class Cluster:
@@ -83,7 +83,7 @@ class Cluster:
         self.watch.at_the_end()
 
     def _until(self, until: float) -> None:
-        most = MOST_EVENTS * (1 + self.plan.workers // 8)
+        most = MAX_EVENTS * (1 + self.plan.workers // 8)
         while self.world.next_at <= until:
             self.world.step()
             if self.world.events > most:

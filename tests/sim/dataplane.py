@@ -9,13 +9,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tensorhub.core.messages import Failure, Grant
-from tensorhub.core.names import Digest
-from tensorhub.core.worker.events import NotShared, ReadMeasured
+from tensorhub.protocol.messages import Failure, Grant
+from tensorhub.protocol.names import Digest
+from tensorhub.worker.events import NotShared, ReadMeasured
 
 from .fates import Fates
 from .hostcopies import Place
-from .plan import MOST_LEASES, Plan
+from .plan import MAX_LEASES, Plan
 from .world import World
 
 if TYPE_CHECKING:
@@ -297,7 +297,7 @@ class DataPlane:
             self._leaving[key] = self._leaving.get(key, 0) + 1
         slowness = self.cluster.cuts.slowness(source)
         took_s = self.pace(read.reader) * slowness * (1 + others) * (1 + conditions.uplink * crossing)
-        return min(took_s, MOST_LEASES * self.plan.settings.lease_s)
+        return min(took_s, MAX_LEASES * self.plan.settings.lease_s)
 
     def arrived(self, read: SimRead) -> None:
         """The chunk is no longer on its way."""

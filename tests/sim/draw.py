@@ -5,8 +5,8 @@ from dataclasses import replace
 from math import inf
 from random import Random
 
-from tensorhub.core.settings import Settings
-from tensorhub.core.version_spec import PREFETCHED
+from tensorhub.protocol.messages import PREFETCHED
+from tensorhub.protocol.settings import Settings
 
 from .plan import Conditions, Misfortune, Plan, Replica, Step
 from .restarts import with_restarts

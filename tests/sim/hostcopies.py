@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tensorhub.core.messages import Failure
-from tensorhub.core.names import Version
-from tensorhub.core.worker.events import CopiedIn, CopiedOut, CopyCounted, CopyDropped
+from tensorhub.protocol.messages import Failure
+from tensorhub.protocol.names import Version
+from tensorhub.worker.events import CopiedIn, CopiedOut, CopyCounted, CopyDropped
 
 if TYPE_CHECKING:
     from .process import Process

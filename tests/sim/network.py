@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tensorhub.core.messages import Hello, LayoutInfo, Orders, Refusal, Report, ToServer, ToWorker
-from tensorhub.core.server import Outbox, Server
+from tensorhub.protocol.messages import Hello, LayoutInfo, Orders, Refusal, Report, ToServer, ToWorker
+from tensorhub.server import Outbox, Server
 
 from .fates import Fates
 from .plan import Plan

@@ -8,9 +8,9 @@ is the same history but for what follows from that misfortune. `plantext` writes
 from dataclasses import dataclass, replace
 from math import inf
 
-from tensorhub.core.settings import Settings
+from tensorhub.protocol.settings import Settings
 
-MOST_LEASES = 2  # a chunk takes no longer: transports end what is so slow
+MAX_LEASES = 2  # a chunk takes no longer: transports end what is so slow
 KINDS = (
     "crash",  # processes are killed; their program starts them again after a while
     "gone",  # killed, and nobody starts them again
@@ -178,7 +178,7 @@ class Plan:
         slow = max([slow, *(1 / (1 - bad.value) for bad in staying if bad.kind == "stutter")])
         one_s = c.chunk_s * slow * (1 + c.uplink * streams)
         if c.is_shared and slow > 1:
-            one_s = max(one_s, min(one_s * len(self.replicas), MOST_LEASES * self.settings.lease_s))
+            one_s = max(one_s, min(one_s * len(self.replicas), MAX_LEASES * self.settings.lease_s))
         return c.chunks * one_s
 
     def with_conditions(self, **changes: object) -> "Plan":

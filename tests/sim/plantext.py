@@ -20,9 +20,9 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
-from tensorhub.core.errors import UsageError
-from tensorhub.core.messages import VERBS
-from tensorhub.core.settings import Settings
+from tensorhub.protocol.errors import UsageError
+from tensorhub.protocol.messages import VERBS
+from tensorhub.protocol.settings import Settings
 
 from .plan import KINDS, Conditions, Fate, Misfortune, Plan, Replica, Step
 

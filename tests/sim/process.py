@@ -5,11 +5,11 @@ from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING
 
-from tensorhub.core.manifest import Layout, TensorSpec
-from tensorhub.core.messages import PROTOCOL, Failure, Hello, LayoutInfo, Orders, Refusal, Report
-from tensorhub.core.names import Version, WorkerId
-from tensorhub.core.version_spec import call_text
-from tensorhub.core.worker.events import (
+from tensorhub.protocol.manifest import Layout, TensorSpec
+from tensorhub.protocol.messages import PROTOCOL, Failure, Hello, LayoutInfo, Orders, Refusal, Report, call_text
+from tensorhub.protocol.names import Version, WorkerId
+from tensorhub.worker.events import (
+    AddPart,
     Called,
     Cancelled,
     Closing,
@@ -23,6 +23,7 @@ from tensorhub.core.worker.events import (
     Event,
     Finished,
     Left,
+    OpenAcross,
     OpenRead,
     ReadAdvanced,
     ReadBarred,
@@ -33,8 +34,10 @@ from tensorhub.core.worker.events import (
     Registered,
     Send,
     ServingStopped,
+    StartAcross,
     StartRead,
     StartServing,
+    StopPart,
     StopRead,
     StopServing,
     Tick,
@@ -42,8 +45,7 @@ from tensorhub.core.worker.events import (
     Warn,
     Wished,
 )
-from tensorhub.core.worker.events_across import AddPart, OpenAcross, StartAcross, StopPart
-from tensorhub.core.worker.machine import Worker
+from tensorhub.worker.machine import Worker
 
 from .across import SimAcross
 from .dataplane import SimRead

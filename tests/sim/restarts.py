@@ -12,7 +12,7 @@ from random import Random
 from .plan import Misfortune, Plan, Replica
 
 LEASE_S = 4.0  # long enough for a few restarts within one
-MOST_DEATHS = 6  # in one history
+MAX_DEATHS = 6  # in one history
 UNHEARD = 0.5  # share of the newcomers of whom the others hear nothing until the server dies
 
 
@@ -22,7 +22,7 @@ def with_restarts(plan: Plan, chance: Random) -> Plan:
     named = {(each.model, each.name): each for each in (*plan.replicas, *newcomers)}
     replicas = tuple(named.values())
     found = [each for newcomer in newcomers for each in _death(plan, chance, replicas, newcomer)]
-    found += [each for _ in range(chance.randint(1, MOST_DEATHS - 2)) for each in _death(plan, chance, replicas, None)]
+    found += [each for _ in range(chance.randint(1, MAX_DEATHS - 2)) for each in _death(plan, chance, replicas, None)]
     most = max(plan.settings.most_workers, sum(plan.conditions.shards_in(each.cut) for each in replicas))
     settings = replace(plan.settings, lease_s=LEASE_S, report_s=LEASE_S / 5, rebalance_s=0.4 * LEASE_S)
     plan = plan.with_conditions(

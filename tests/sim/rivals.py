@@ -11,7 +11,7 @@ from random import Random
 from .plan import Misfortune, Plan, Replica
 
 LEASE_S = 3.0  # short, so that a shard can be away for longer than that
-MOST_DEATHS = 5  # of the server, in one history
+MAX_DEATHS = 5  # of the server, in one history
 TWINS = 0.3  # share of the histories in which both publish the same content under a number
 KILLED = 0.15  # share of those that are away who are killed instead
 
@@ -30,7 +30,7 @@ def with_rivals(plan: Plan, chance: Random) -> Plan:
     most = max(plan.settings.most_workers, sum(plan.conditions.shards_in(each.cut) for each in replicas))
     settings = replace(plan.settings, lease_s=LEASE_S, report_s=LEASE_S / 5, rebalance_s=0.4 * LEASE_S)
     plan = replace(plan, settings=replace(settings, most_workers=most), replicas=replicas)
-    deaths = [bad for _ in range(chance.randint(1, MOST_DEATHS)) for bad in _death(plan, chance)]
+    deaths = [bad for _ in range(chance.randint(1, MAX_DEATHS)) for bad in _death(plan, chance)]
     return replace(plan, misfortunes=tuple(sorted(deaths)))
 
 

@@ -3,7 +3,7 @@
 import traceback
 from dataclasses import dataclass
 
-from tensorhub.core.errors import InvariantViolation
+from tensorhub.protocol.errors import InvariantViolation
 
 from .cluster import Cluster
 from .draw import draw_plan

@@ -15,13 +15,13 @@ from multiprocessing.connection import wait as wait_for
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from tensorhub.cli.leaving import shown
-from tensorhub.core.errors import TensorHubError
+from tensorhub.cli.output import shown
+from tensorhub.protocol.errors import TensorHubError
 
 from .runner import SeedResult, run_seed
 
-MOST_FAILED = 20  # then it is plain that something is wrong
-MOST_SEED = 10**18  # a run has to be counted: its length is a machine's word
+MAX_FAILED = 20  # then it is plain that something is wrong
+MAX_SEED = 10**18  # a run has to be counted: its length is a machine's word
 IN_HAND = 4  # seeds given to each process ahead of time
 LINE_EVERY_S = 10.0  # where there is no terminal to draw a bar on, or a dumb one
 
@@ -85,7 +85,7 @@ def show_seeds(
     """Run them with a progress bar; print a line for each that failed. Ctrl-C and `seconds` end it early."""
     tally = Tally()
     began = time.monotonic()
-    is_over = lambda: len(tally.failed) >= MOST_FAILED or (seconds is not None and time.monotonic() - began > seconds)  # noqa: E731 - a question
+    is_over = lambda: len(tally.failed) >= MAX_FAILED or (seconds is not None and time.monotonic() - began > seconds)  # noqa: E731 - a question
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     line_at = began + LINE_EVERY_S
     bar = Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_interactive)
@@ -115,6 +115,6 @@ def parse_seeds(text: str) -> range:
         least, most = int(first), int(last if dots else first)
     except ValueError as error:
         raise ValueError(f"{text[:60]!r} is no range of seeds") from error
-    if not 0 <= least <= most <= MOST_SEED:
-        raise ValueError(f"{text[:60]!r} is not within 0..{MOST_SEED}, the lower one first")
+    if not 0 <= least <= most <= MAX_SEED:
+        raise ValueError(f"{text[:60]!r} is not within 0..{MAX_SEED}, the lower one first")
     return range(least, most + 1)

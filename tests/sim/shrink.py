@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
-from tensorhub.core.settings import Settings
+from tensorhub.protocol.settings import Settings
 
 from .cluster import Cluster
 from .plan import Conditions, Fate, Plan, Replica, Step
 from .plantext import render
 from .runner import run_cluster
 
-MOST_RUNS = 1500
+MAX_RUNS = 1500
 ROUND_TO = (0, 1, 2, 3)  # digits after the point
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ class _Shrinker:
         self.goal, self.error, self.ended_s = what_broke(first.error), first.error, first.virtual_s
         self._try(replace(self.plan, fates=tuple(cluster.fates.noted)))
         before = ""
-        while before != render(self.plan) and self.runs < MOST_RUNS:
+        while before != render(self.plan) and self.runs < MAX_RUNS:
             before = render(self.plan)
             for step in (
                 self._shorten,
@@ -83,7 +83,7 @@ class _Shrinker:
 
     def _try(self, plan: Plan) -> bool:
         """Keep the plan if it breaks the same promise."""
-        if plan == self.plan or self.runs >= MOST_RUNS or not plan.replicas:
+        if plan == self.plan or self.runs >= MAX_RUNS or not plan.replicas:
             return False
         self.runs += 1
         result = run_cluster(Cluster(plan))

@@ -5,11 +5,11 @@ The only thing that it asks of the core is whether a machine contradicts itself;
 
 from typing import TYPE_CHECKING
 
-from tensorhub.core.errors import InvariantViolation
-from tensorhub.core.messages import Orders, Report
-from tensorhub.core.names import Version
-from tensorhub.core.worker import events
-from tensorhub.core.worker.events import Finished
+from tensorhub.protocol.errors import InvariantViolation
+from tensorhub.protocol.messages import Orders, Report
+from tensorhub.protocol.names import Version
+from tensorhub.worker import events
+from tensorhub.worker.events import Finished
 
 from .across import SimAcross
 from .dataplane import SimRead

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from tensorhub.core.messages import PROTOCOL, Hello, Holding, Report, Withdrawing
-from tensorhub.core.names import Digest, Version, worker_id
+from tensorhub.protocol.messages import PROTOCOL, Hello, Holding, Report, Withdrawing
+from tensorhub.protocol.names import Digest, Version, worker_id
 from tests.sim.draw import draw_plan
 from tests.sim.judges.stalls import StallJudge
 from tests.sim.plan import Misfortune

@@ -4,9 +4,9 @@ from contextlib import nullcontext
 
 import pytest
 
-from tensorhub.core.messages import Holding, Poisoned, Report
-from tensorhub.core.names import Digest, Version
-from tensorhub.core.worker.events import Called
+from tensorhub.protocol.messages import Holding, Poisoned, Report
+from tensorhub.protocol.names import Digest, Version
+from tensorhub.worker.events import Called
 from tests.sim.judges.claims import ClaimJudge
 from tests.sim.truth.life import Held
 from tests.sim.world import OracleViolation

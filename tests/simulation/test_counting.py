@@ -6,9 +6,9 @@ from typing import cast
 
 import pytest
 
-from tensorhub.core.messages import PROTOCOL, Hello
-from tensorhub.core.names import Digest, Version, worker_id
-from tensorhub.core.worker.events import CopyDropped, DropCopy
+from tensorhub.protocol.messages import PROTOCOL, Hello
+from tensorhub.protocol.names import Digest, Version, worker_id
+from tensorhub.worker.events import CopyDropped, DropCopy
 from tests.sim.draw import draw_plan
 from tests.sim.hostcopies import Mapped
 from tests.sim.judges.memory import UNCOUNTED_S, MemoryJudge

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from tensorhub.core.messages import PROTOCOL, Grant, Hello
-from tensorhub.core.names import Digest, Ticket, Version, WorkerId, worker_id
-from tensorhub.core.worker.events import ReadEnded, StopRead
+from tensorhub.protocol.messages import PROTOCOL, Grant, Hello
+from tensorhub.protocol.names import Digest, Ticket, Version, WorkerId, worker_id
+from tensorhub.worker.events import ReadEnded, StopRead
 from tests.sim.draw import draw_plan
 from tests.sim.judges.crossings import CrossingJudge
 from tests.sim.truth.life import Copied, Held, Life, Memory

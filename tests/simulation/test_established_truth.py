@@ -2,8 +2,8 @@
 
 import pytest
 
-from tensorhub.core.messages import Empty, Holding, Report
-from tensorhub.core.names import Digest, Version
+from tensorhub.protocol.messages import Empty, Holding, Report
+from tensorhub.protocol.names import Digest, Version
 from tests.sim.plan import Misfortune
 from tests.sim.truth.life import Held, Life
 

@@ -2,12 +2,11 @@
 
 import pytest
 
-from tensorhub.core.server.catalog import Model
-from tensorhub.core.server.membership import Member
-from tensorhub.core.server.records import VersionRecord
-from tensorhub.core.server.rules import sources
-from tensorhub.core.server.rules.selection import Candidate, choose_source
-from tensorhub.core.server.state import State
+from tensorhub.server.members import Member
+from tensorhub.server.rules import sources
+from tensorhub.server.rules.selection import Candidate, choose_source
+from tensorhub.server.state import State
+from tensorhub.server.versions import Model, VersionRecord
 from tests.sim.runner import run_seed
 
 SEEDS = (3, 4, 5, 6, 8)  # those in which there is often a choice

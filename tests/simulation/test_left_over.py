@@ -5,8 +5,8 @@ from math import inf
 
 import pytest
 
-from tensorhub.core.messages import Failure
-from tensorhub.core.names import Digest, Version
+from tensorhub.protocol.messages import Failure
+from tensorhub.protocol.names import Digest, Version
 from tests.sim.judges.drains import DrainJudge
 from tests.sim.judges.errors import ErrorJudge
 from tests.sim.truth.life import Call, Held, Life

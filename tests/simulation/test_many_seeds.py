@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from runtime.kit import eventually
-from tensorhub.core.errors import TensorHubError
+from tensorhub.protocol.errors import TensorHubError
 from tests.sim import seeds
 from tests.sim.runner import SeedResult
 
@@ -59,7 +59,7 @@ def test_failures_are_named(console: Console, monkeypatch: pytest.MonkeyPatch) -
 def test_it_ends_when_it_is_plain_that_something_is_wrong(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seeds, "run_all", run_at_once(lambda seed: True))
     tally = seeds.show_seeds(itertools.count(), console, total=None, jobs=1)
-    assert len(tally.failed) == seeds.MOST_FAILED
+    assert len(tally.failed) == seeds.MAX_FAILED
 
 
 def test_a_storm_ends_when_its_time_is_up(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:

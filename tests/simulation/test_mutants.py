@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from mutants.mutants import MUTANTS, Mutant
-from mutants.substitute import CORE, ROOT, where
+from mutants.substitute import PACKAGE, ROOT, where
 
 QUICK = {  # and the seed that shows it; another weather may want some more
     "two reads write at once": 9,
@@ -36,7 +36,7 @@ def unknown_names(tree: ast.Module) -> list[str]:
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "-"))
 def test_its_line_stands_exactly_once(mutant: Mutant) -> None:
-    file = CORE.parent / where(mutant.old)  # which raises unless it is there once
+    file = PACKAGE / where(mutant.old)  # which raises unless it is there once
     changed = ast.parse(file.read_text(encoding="utf-8").replace(mutant.old, mutant.new))
     assert unknown_names(changed) == [], "whoever runs it would notice that, whatever it protects"
     assert mutant.new != mutant.old

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tensorhub.core.names import Digest
-from tensorhub.core.worker.events import Finished
+from tensorhub.protocol.names import Digest
+from tensorhub.worker.events import Finished
 from tests.sim.judges.groups import GroupCall, GroupJudge
 from tests.sim.truth.contents import plain_root_of, root_of
 from tests.sim.truth.life import Held

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tensorhub.core.errors import UsageError
-from tensorhub.core.worker.events import Finished
+from tensorhub.protocol.errors import UsageError
+from tensorhub.worker.events import Finished
 from tests.sim.cluster import Cluster
 from tests.sim.draw import draw_plan
 from tests.sim.judges.groups import GroupJudge
-from tests.sim.plan import MOST_LEASES, Misfortune
+from tests.sim.plan import MAX_LEASES, Misfortune
 from tests.sim.plantext import parse, render
 from tests.sim.runner import run_cluster, run_plan
 from tests.sim.shrink import shrink, what_broke
@@ -21,14 +21,14 @@ pytestmark = pytest.mark.simulation
 
 PLANS = sorted((Path(__file__).parent / "plans").glob("*.txt"))
 SEEDS = [1, 2, 5, 10, 28]
-MOST_LINES = 40
+MAX_LINES = 40
 
 
 @pytest.mark.parametrize("path", PLANS, ids=lambda path: path.stem)
 def test_what_a_plan_once_broke_is_kept(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert text.startswith("# "), "say what was broken"
-    assert len(text.splitlines()) < MOST_LINES
+    assert len(text.splitlines()) < MAX_LINES
     result = run_plan(parse(text))
     assert result.ok, f"python -m tests.sim --plan {path}\n{result.error}"
 
@@ -62,7 +62,7 @@ def test_all_may_read_from_one_that_is_slow_and_a_chunk_takes_no_longer_than_tra
     slower = [replace(plan, misfortunes=(Misfortune(1.0, "slow", "trainer", inf, value=times),)) for times in (3, 5000)]
     assert slower[0].slowest_read_s == pytest.approx(3 * plan.slowest_read_s * len(plan.replicas))
     alone_s = slower[1].with_conditions(is_shared=False).slowest_read_s
-    assert slower[1].slowest_read_s == max(alone_s, plan.conditions.chunks * MOST_LEASES * plan.settings.lease_s)
+    assert slower[1].slowest_read_s == max(alone_s, plan.conditions.chunks * MAX_LEASES * plan.settings.lease_s)
 
 
 def test_a_misfortune_less_leaves_what_was_before_it_as_it_was() -> None:
@@ -88,7 +88,7 @@ def test_a_failing_plan_is_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
     found = shrink(plan)
     assert found is not None
     assert "G0" in found.error
-    assert len(found.text.splitlines()) < MOST_LINES < len(render(plan).splitlines())
+    assert len(found.text.splitlines()) < MAX_LINES < len(render(plan).splitlines())
     again = run_plan(parse(found.text))
     assert again.error is not None
     assert what_broke(again.error) == what_broke(found.error)

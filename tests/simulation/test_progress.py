@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tensorhub.core.messages import PROTOCOL, Failure, Hello
-from tensorhub.core.names import Digest, Version, worker_id
-from tensorhub.core.worker.events import Finished
+from tensorhub.protocol.messages import PROTOCOL, Failure, Hello
+from tensorhub.protocol.names import Digest, Version, worker_id
+from tensorhub.worker.events import Finished
 from tests.sim.draw import draw_plan
 from tests.sim.judges.progress import ProgressJudge
 from tests.sim.plan import Misfortune, Plan, Replica, Step

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from tensorhub.core.messages import PROTOCOL, Hello
-from tensorhub.core.names import Digest, Version, worker_id
-from tensorhub.core.worker.events import Called, StartServing
+from tensorhub.protocol.messages import PROTOCOL, Hello
+from tensorhub.protocol.names import Digest, Version, worker_id
+from tensorhub.worker.events import Called, StartServing
 from tests.sim.draw import draw_plan
 from tests.sim.truth.life import Life
 from tests.sim.truth.record import Truth

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tensorhub.core.names import Digest
+from tensorhub.protocol.names import Digest
 from tests.sim.judges.memory import MemoryJudge
 from tests.sim.truth.life import Held, Life
 from tests.sim.world import OracleViolation

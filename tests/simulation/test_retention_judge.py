@@ -6,8 +6,8 @@ from typing import cast
 
 import pytest
 
-from tensorhub.core.messages import HostCopy, Report, Withdrawing
-from tensorhub.core.names import Version
+from tensorhub.protocol.messages import HostCopy, Report, Withdrawing
+from tensorhub.protocol.names import Version
 from tests.sim.judges.retention import RetentionJudge
 from tests.sim.truth.life import Copied, Life
 from tests.sim.watch import Watch

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tensorhub.core.server import routine
-from tensorhub.core.server.state import State
+from tensorhub.server import sessions
+from tensorhub.server.state import State
 from tests.sim import network
 from tests.sim.runner import run_seed
 
@@ -44,7 +44,7 @@ def test_a_server_that_wakes_nobody_is_found(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_server_that_takes_every_report_for_nothing_new_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routine, "_is_still", lambda state, model, member, report: True)
+    monkeypatch.setattr(sessions, "_is_still", lambda state, model, member, report: True)
 
     def found() -> bool:
         return any("would hear" in missed for missed in Judged.missed)

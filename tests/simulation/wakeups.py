@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from tensorhub.core.messages import Answer, Failure, Grant, Orders, Report, ToServer, Withdrawing
-from tensorhub.core.names import Ticket
-from tensorhub.core.server import Outbox, Server, routine
-from tensorhub.core.server.membership import Member, Told
+from tensorhub.protocol.messages import Answer, Failure, Grant, Orders, Report, ToServer, Withdrawing
+from tensorhub.protocol.names import Ticket
+from tensorhub.server import Outbox, Server, sessions
+from tensorhub.server.members import Member, Told
 
 ROUNDS = 5  # of deciding for everybody, before the copy counts as settled: a move may lead to another one
 
@@ -98,11 +98,11 @@ def misjudged(event: Callable[[Server], None], server: Server, now: float, sende
         each.state = copy.deepcopy(server.state)
         each.tick(now=now)
     event(one)
-    look, routine.take = routine.take, lambda state, report, sender, arrived: None
+    look, sessions.take = sessions.take, lambda state, report, sender, arrived: None
     try:
         event(other)
     finally:
-        routine.take = look
+        sessions.take = look
     found = []
     for member in one.state.members.all():
         theirs = other.state.members.get(member.worker)

@@ -10,7 +10,7 @@ UNSAFE_MODULES = frozenset(["pickle", "cPickle", "_pickle", "marshal", "shelve",
 UNSAFE_CALLS = frozenset(["eval", "exec", "compile", "__import__"])
 BLIND = frozenset({"Exception", "BaseException"})
 NOQA = re.compile(r"noqa(?P<codes>:\s*[A-Z]+[0-9]+(?:\s*,\s*[A-Z]+[0-9]+)*)?(?P<reason>.*)")
-MOST_POLL_S = 0.1
+MAX_POLL_S = 0.1
 
 # Sleeps in tests that wait for nothing: file::function → what the time is for.
 ALLOWED_SLEEPS: dict[str, str] = {
@@ -113,5 +113,5 @@ def _sleeps(source: Source) -> Iterator[tuple[str, ast.Call, bool]]:
 def _is_short(call: ast.Call) -> bool:
     match call.args:
         case [ast.Constant(value=float() | int() as seconds)]:
-            return seconds <= MOST_POLL_S
+            return seconds <= MAX_POLL_S
     return False

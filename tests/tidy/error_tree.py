@@ -1,4 +1,4 @@
-"""The drawing at the top of `core/errors.py`, read back as a tree."""
+"""The drawing at the top of `protocol/errors.py`, read back as a tree."""
 
 import re
 

@@ -1,6 +1,7 @@
 """Imports run one way, and each outside library is known to as few folders as possible.
 
-    cli → integrations → api → runtime → memory → transport → core        tests/sim → core
+    cli → integrations → api → runtime → reshard → memory → transport → protocol
+    tests/sim, runtime → server, worker → protocol
 
 The modules that lie directly in the package (`tensorhub`, `api`, `aio`, …) are the layer `api`. `runtime` and `memory`
 are neighbours: the worker's half of `runtime` hands the transports what `memory` has made of the tensors, and `memory`
@@ -13,22 +14,25 @@ from collections.abc import Iterator, Sequence
 from .sources import PACKAGE, Source, imports_of
 
 BELOW: dict[str, tuple[str, ...]] = {
-    "core": (),
-    "transport": ("core",),
-    "memory": ("transport", "core"),
-    "runtime": ("memory", "transport", "core"),
-    "api": ("runtime", "memory", "transport", "core"),
+    "protocol": (),
+    "server": ("protocol",),
+    "worker": ("protocol",),
+    "transport": ("protocol",),
+    "memory": ("reshard", "transport", "protocol"),
+    "reshard": ("memory", "transport", "protocol"),
+    "runtime": ("reshard", "memory", "transport", "server", "worker", "protocol"),
+    "api": ("runtime", "reshard", "memory", "transport", "server", "worker", "protocol"),
     "integrations": ("api",),  # an engine's words over the user's view, and nothing past it
-    "sim": ("core",),
-    "cli": ("integrations", "api", "runtime", "memory", "transport", "core"),
+    "sim": ("server", "worker", "protocol"),
+    "cli": ("integrations", "api", "runtime", "reshard", "memory", "transport", "server", "worker", "protocol"),
 }
 
 LIBRARIES: dict[str, tuple[str, ...]] = {
-    "msgspec": ("core", "sim", "transport", "memory", "runtime", "api", "cli"),
-    "xxhash": ("memory",),
+    "msgspec": ("protocol", "server", "worker", "sim", "transport", "memory", "reshard", "runtime", "api", "cli"),
+    "xxhash": ("memory", "reshard"),
     "cuda": ("memory",),
-    "numpy": ("memory", "integrations"),
-    "torch": ("memory", "integrations"),
+    "numpy": ("memory", "reshard", "integrations"),
+    "torch": ("memory", "reshard", "integrations"),
     "aiohttp": ("runtime",),
     "uvloop": ("runtime",),
     "typer": ("cli",),
@@ -68,9 +72,8 @@ def layer_violations(source: Source) -> list[str]:
     return wrong
 
 
-def core_violations(files: Sequence[Source]) -> list[str]:
-    """Inside the core: the halves of server and worker know nothing of each other, and no imports run in a circle."""
-    wrong = []
+def circle_imports(files: Sequence[Source]) -> list[str]:
+    """No imports run in a circle."""
     imported: dict[str, dict[str, str]] = {source.module: {} for source in files}
     for source in files:
         for found in imports_of(source):
@@ -78,16 +81,10 @@ def core_violations(files: Sequence[Source]) -> list[str]:
             if name not in imported or name == source.module:
                 continue
             imported[source.module].setdefault(name, source.at(found.node))
-            if (half := _half(source.module)) and (other := _half(name)) and half != other:
-                wrong.append(f"{source.at(found.node)}: the {half}'s half may not import the {other}'s")
-    return wrong + [
+    return [
         f"{imported[circle[0]][circle[1]]}: imports run in a circle: {' → '.join(circle)}"
         for circle in _circles(imported)
     ]
-
-
-def _half(module: str) -> str:
-    return next((half for half in ("server", "worker") if module.startswith(f"{PACKAGE}.core.{half}")), "")
 
 
 def _circles(imported: dict[str, dict[str, str]]) -> Iterator[list[str]]:

@@ -1,4 +1,4 @@
-"""What keeps `core/` and `tests/sim/` the same on every run: no clock, no chance, no world, no order of hashes.
+"""What keeps the machines and `tests/sim/` the same on every run: no clock, no chance, no world, no order of hashes.
 
 What they may import is a list, not what they may not: a new module of the standard library is impure until looked at.
 """
@@ -29,11 +29,12 @@ PURE_MODULES = frozenset(
 
 # Folder or file → what it may import beyond that, and why.
 ALSO_PURE: dict[str, tuple[str, ...]] = {
-    "src/tensorhub/core/metadata.py": ("json",),  # whole numbers of any length, where msgspec has 64 bits
+    "src/tensorhub/protocol/manifest.py": ("json",),  # whole numbers of any length, where msgspec has 64 bits
     "tests/sim/": ("random",),  # only Random(seed), see below
     "tests/sim/runner.py": ("time", "concurrent", "multiprocessing", "os", "traceback"),  # runs many seeds
 }
 
+PURE = (*(f"{PACKAGE}.{folder}" for folder in ("protocol", "server", "worker")), "tests.sim")
 SHELLS = ("tests.sim.__main__", "tests.sim.seeds")  # run many seeds, and show them
 
 IMPURE_CALLS = frozenset(
@@ -49,7 +50,7 @@ CHANGES = frozenset({"add", "discard", "remove", "update", "clear"})
 
 def is_pure(source: Source) -> bool:
     """The rules of this module hold there."""
-    return source.module.startswith((f"{PACKAGE}.core", "tests.sim")) and source.module not in SHELLS
+    return source.module.startswith(PURE) and source.module not in SHELLS
 
 
 def purity_violations(source: Source) -> list[str]:

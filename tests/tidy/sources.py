@@ -24,7 +24,7 @@ class Source:
 
     @property
     def module(self) -> str:
-        """`tensorhub.core.worker`; a package has the name of its folder."""
+        """`tensorhub.worker`; a package has the name of its folder."""
         return self.path.removeprefix("src/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
     @property
@@ -48,7 +48,7 @@ def comments_of(source: Source) -> dict[int, str]:
     return {t.start[0]: t.string.lstrip("#").strip() for t in tokens if t.type == tokenize.COMMENT}
 
 
-def snippet(text: str, path: str = "src/tensorhub/core/snippet.py") -> Source:
+def snippet(text: str, path: str = "src/tensorhub/server/snippet.py") -> Source:
     """A piece of code as if it lay at `path`."""
     return Source(path, text, ast.parse(text))
 

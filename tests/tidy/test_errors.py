@@ -1,10 +1,10 @@
-"""The tree drawn in `core/errors.py` is the tree that is there, and every error says all that it must."""
+"""The tree drawn in `protocol/errors.py` is the tree that is there, and every error says all that it must."""
 
 import inspect
 
 import pytest
 
-from tensorhub.core import errors
+from tensorhub.protocol import errors
 
 from .error_tree import drawn_tree
 

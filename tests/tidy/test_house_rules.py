@@ -6,7 +6,7 @@ import pytest
 
 from .circles import circle_violations
 from .dangers import ALLOWED_SLEEPS, blind_violations, noqa_violations, sleep_violations, unsafe_violations
-from .layers import BELOW, core_violations, layer_violations
+from .layers import BELOW, circle_imports, layer_violations
 from .purity import is_pure, purity_violations
 from .shape import c_files, c_violations, shape_violations
 from .sources import ROOT, Source, functions_of, sources
@@ -32,8 +32,8 @@ def test_imports_run_one_way() -> None:
     none_in([source for source in SIM if is_pure(source)], layer_violations)
 
 
-def test_imports_run_one_way_inside_the_core() -> None:
-    none_of(core_violations(sources("src/tensorhub/core")))
+def test_imports_of_the_machines_run_in_no_circle() -> None:
+    none_of(circle_imports([source for source in SRC if is_pure(source)]))
 
 
 def test_core_and_simulator_are_pure() -> None:

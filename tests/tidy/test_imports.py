@@ -18,7 +18,9 @@ print(heavy, threads, made)
 """
 
 NO_TORCH = (
-    "src/tensorhub/core",
+    "src/tensorhub/protocol",
+    "src/tensorhub/server",
+    "src/tensorhub/worker",
     "tests/sim",
     "src/tensorhub/transport",
     "src/tensorhub/runtime",

@@ -4,7 +4,7 @@ import ast
 
 from .sources import PACKAGE, Source, imports_of, snippet, sources
 
-OF_CORE = ("tensorhub.core.worker.events", "tensorhub.core.messages", "tensorhub.core.names")
+OF_CORE = ("tensorhub.worker.events", "tensorhub.protocol.messages", "tensorhub.protocol.names")
 OF_SIM = ("tests.sim.truth", "tests.sim.judges", "tests.sim.plan", "tests.sim.world")
 TABLES = ("worker", "control", "cluster", "machine", "server_machine")  # where the machines could be reached
 
@@ -33,7 +33,7 @@ def test_there_are_judges() -> None:
 
 def test_a_judge_that_asks_is_found_out() -> None:
     for code in [
-        "from tensorhub.core.server import Server",
+        "from tensorhub.server import Server",
         "from tensorhub.core import retention",
         "from ..cluster import Cluster",
         "def look(process): return process.worker.buffer",
@@ -42,5 +42,5 @@ def test_a_judge_that_asks_is_found_out() -> None:
 
 
 def test_a_judge_may_know_the_words() -> None:
-    code = "from tensorhub.core.messages import Holding\nfrom ..truth.life import Life"
+    code = "from tensorhub.protocol.messages import Holding\nfrom ..truth.life import Life"
     assert partial(snippet(code, "tests/sim/judges/snippet.py")) == []

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tensorhub.transport.base import Transport
-from tensorhub.transport.local import LocalSettings, LocalTransport
+from tensorhub.transport.local.transport import LocalSettings, LocalTransport
 from tensorhub.transport.native import load
 
 from . import kit

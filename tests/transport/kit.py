@@ -23,20 +23,22 @@ from typing import Any, cast
 
 import xxhash
 
-from tensorhub.core.errors import CorruptTransfer, SessionLost, TensorHubError
-from tensorhub.core.manifest import chunk_count
-from tensorhub.memory.host import host_view
-from tensorhub.transport import local_host, nixl_probe, sealed, tcp_lend
-from tensorhub.transport.base import Export, Look, Read, Terms, Transport
+from tensorhub.memory.streams import host_view
+from tensorhub.protocol.errors import CorruptTransfer, SessionLost, TensorHubError
+from tensorhub.protocol.manifest import chunk_count
+from tensorhub.transport import sealed
+from tensorhub.transport.base import Export, Look, Progress, Read, Terms, Transport
+from tensorhub.transport.base import Gate as WordGate
 from tensorhub.transport.cuda import CudaSettings, CudaTransport
-from tensorhub.transport.gates import Gate as WordGate
-from tensorhub.transport.local import LocalSettings, LocalTransport
-from tensorhub.transport.nixl import NixlSettings, NixlTransport
+from tensorhub.transport.local import memory as local_host
+from tensorhub.transport.local.transport import LocalSettings, LocalTransport
+from tensorhub.transport.nixl import probe
+from tensorhub.transport.nixl.transport import NixlSettings, NixlTransport
 from tensorhub.transport.on_device import Shared
-from tensorhub.transport.progress import Progress
-from tensorhub.transport.tcp import TcpTransport
-from tensorhub.transport.tcp_settings import TcpSettings
-from tensorhub.transport.vectors import Addresses
+from tensorhub.transport.tcp import wire
+from tensorhub.transport.tcp.settings import TcpSettings
+from tensorhub.transport.tcp.transport import TcpTransport
+from tensorhub.transport.views import Addresses
 
 sys.path.append(str(Path(__file__).parent))  # the helper processes import this file by itself
 import stand_in
@@ -105,7 +107,7 @@ def _pretended(silence_s: float) -> Transport:
 
 
 def _no_nixl() -> str:
-    return nixl_probe.probe().why_not
+    return probe.probe().why_not
 
 
 @contextmanager
@@ -133,9 +135,7 @@ KINDS = {
     for kind in (
         Kind("tcp-1", _tcp(1), _mute_tcp),
         Kind("tcp-3", _tcp(3), _mute_tcp),
-        Kind(
-            "tcp-lending-2", _lending(2), _mute_tcp, lambda: "" if tcp_lend.IS_THERE else "vmsplice is a call of Linux"
-        ),
+        Kind("tcp-lending-2", _lending(2), _mute_tcp, lambda: "" if wire.IS_THERE else "vmsplice is a call of Linux"),
         Kind("local-1", _local(1), _mute_local),
         Kind("local-3", _local(3), _mute_local),
         Kind("local-mapped-1", _local(1), _mute_local, sealed.why_not, is_mapped=True),

@@ -16,10 +16,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a program, it finds its neighbours
 
 from memory.cutting import Model, Shard
-from tensorhub.memory.tiles.cells import tiles_of
-from tensorhub.memory.tiles.exported import export_of, publish_cut
-from tensorhub.memory.tiles.grid import Cutting, Grid
-from tensorhub.transport.progress import Progress
+from tensorhub.reshard.exported import export_of, publish_cut
+from tensorhub.reshard.grid import Cutting, Grid, tiles_of
+from tensorhub.transport.base import Progress
 
 LAYERS, HIDDEN, HEAD, KV, INNER, VOCABULARY, EXPERTS, EXPERT_INNER = 3, 768, 96, 1, 1026, 5003, 7, 200
 TRAINERS, RANKS = 3, 2

@@ -7,7 +7,7 @@ import sys
 
 import kit
 
-from tensorhub.transport.nixl import NixlSettings, NixlTransport
+from tensorhub.transport.nixl.transport import NixlSettings, NixlTransport
 
 
 def main(size: str, chunk: str, tls: str) -> None:

@@ -13,9 +13,8 @@ import sys
 
 import kit
 
-from tensorhub.core.manifest import chunk_count
-from tensorhub.transport.base import Export
-from tensorhub.transport.progress import Progress
+from tensorhub.protocol.manifest import chunk_count
+from tensorhub.transport.base import Export, Progress
 
 
 def say(text: str) -> None:

@@ -10,21 +10,17 @@ import numpy as np
 from msgspec import structs
 
 from memory.cutting import Model, Shard, draw_layout, draw_model
-from tensorhub.core.errors import TensorHubError
-from tensorhub.memory.host import Piece
-from tensorhub.memory.hostmemory import copy_stream, on_host
+from tensorhub.memory.host_copies import copy_stream, on_host
 from tensorhub.memory.registration import Registration
-from tensorhub.memory.staging import Copy, StagedStream, StagingRing
-from tensorhub.memory.tiles.across import Across
-from tensorhub.memory.tiles.cells import tiles_of
-from tensorhub.memory.tiles.derive import Source, derive_manifest
-from tensorhub.memory.tiles.exported import Cut, export_of, publish_cut
-from tensorhub.memory.tiles.grid import Cutting, Grid
-from tensorhub.memory.tiles.legs import Leg
-from tensorhub.memory.tiles.wire import grid_digest, layout_digest
+from tensorhub.memory.streams import Copy, Piece, StagedStream, StagingRing
 from tensorhub.memory.xxh3 import Spans
-from tensorhub.transport.base import Read, Transport
-from tensorhub.transport.progress import Progress
+from tensorhub.protocol.errors import TensorHubError
+from tensorhub.reshard.derive import Source, derive_manifest
+from tensorhub.reshard.exported import Cut, export_of, publish_cut
+from tensorhub.reshard.grid import Cutting, Grid, tiles_of
+from tensorhub.reshard.read import Across, Leg
+from tensorhub.reshard.wire import grid_digest, layout_digest
+from tensorhub.transport.base import Progress, Read, Transport
 
 from . import kit
 from .kit import Ended, stand_in

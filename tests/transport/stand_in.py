@@ -16,12 +16,12 @@ import numpy as np
 import xxhash
 from numpy.lib.stride_tricks import as_strided
 
-from tensorhub.core.errors import TransportMissing
-from tensorhub.memory.host import host_view
 from tensorhub.memory.landing import ROW_WORDS, Landing
+from tensorhub.memory.streams import host_view
 from tensorhub.memory.xxh3 import CHUNK_WORDS, NoRoom, Spans
+from tensorhub.protocol.errors import TransportMissing
 from tensorhub.transport.on_device import Shared
-from tensorhub.transport.parcels import Parcels, Scatter
+from tensorhub.transport.rows import Parcels, Scatter
 
 during_copy: list[Callable[[int, memoryview], object]] = []  # called with the first byte and what was copied
 during_fill: list[Callable[[int, memoryview], object]] = []  # the same, of what was copied into a ring

@@ -9,16 +9,15 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from tensorhub.memory.host import Piece
-from tensorhub.memory.staging import Copy, StagedStream, StagingRing
-from tensorhub.transport import brief, tcp_wire
-from tensorhub.transport.base import Export, Scarce
-from tensorhub.transport.parcels import PIECES, Parcels
-from tensorhub.transport.progress import Progress
-from tensorhub.transport.tcp import TcpTransport
-from tensorhub.transport.tcp_addresses import parse_endpoint
-from tensorhub.transport.tcp_settings import TcpSettings
-from tensorhub.transport.tcp_wire import Hello, Vanished, Welcome, Wire
+from tensorhub.memory.streams import Copy, Piece, StagedStream, StagingRing
+from tensorhub.transport.base import Export, Progress, Scarce
+from tensorhub.transport.rows import PIECES, Parcels
+from tensorhub.transport.tcp import wire as brief
+from tensorhub.transport.tcp import wire as tcp_wire
+from tensorhub.transport.tcp.addresses import parse_endpoint
+from tensorhub.transport.tcp.settings import TcpSettings
+from tensorhub.transport.tcp.transport import TcpTransport
+from tensorhub.transport.tcp.wire import Hello, Vanished, Welcome, Wire
 
 from . import kit
 from .kit import DEADLINE_S, Target, read_all
@@ -121,14 +120,14 @@ def test_what_is_taken_at_once_is_not_copied(pair: tuple[socket.socket, socket.s
 
     taking = threading.Thread(target=take)
     taking.start()
-    assert brief.send(ours, [b"abc", memoryview(RIGHT)], DEADLINE_S) == b""
+    assert brief.bounded_send(ours, [b"abc", memoryview(RIGHT)], DEADLINE_S) == b""
     taking.join(DEADLINE_S)
     assert heard == b"abc" + RIGHT
 
 
 def test_what_is_not_taken_in_time_is_kept_to_be_sent(pair: tuple[socket.socket, socket.socket]) -> None:
     ours, theirs = pair
-    late = brief.send(ours, [b"abc", memoryview(RIGHT)], 0.01)
+    late = brief.bounded_send(ours, [b"abc", memoryview(RIGHT)], 0.01)
     theirs.setblocking(False)
     heard = bytearray()
     while len(heard) + len(late) < SIZE + 3:
@@ -141,4 +140,4 @@ def test_a_peer_that_leaves_is_gone(pair: tuple[socket.socket, socket.socket]) -
     ours, theirs = pair
     theirs.close()
     with pytest.raises(Vanished):
-        brief.send(ours, [memoryview(RIGHT)], DEADLINE_S)
+        brief.bounded_send(ours, [memoryview(RIGHT)], DEADLINE_S)

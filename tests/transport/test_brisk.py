@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from tensorhub.core.errors import SourceLost
-from tensorhub.transport.base import Export
-from tensorhub.transport.brisk import BRISK_S, Brisk
-from tensorhub.transport.progress import Progress
+from tensorhub.protocol.errors import SourceLost
+from tensorhub.transport.base import Export, Progress
+from tensorhub.transport.threads import BRISK_S, Brisk
 
 from . import kit
 from .conftest import Make

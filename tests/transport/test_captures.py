@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tensorhub.transport import captures
-from tensorhub.transport.captures import RELAXED, beside_captures
+from tensorhub.transport import threads
+from tensorhub.transport.threads import RELAXED, beside_captures
 
 from . import kit
 from .conftest import Make
@@ -33,7 +33,7 @@ class Driver(threading.local):
 
 def test_a_thread_is_as_strict_afterwards_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver()
-    monkeypatch.setattr(captures, "mode_exchange", lambda: driver.exchange)
+    monkeypatch.setattr(threads, "mode_exchange", lambda: driver.exchange)
     driver.mode = 1
     modes = []
 
@@ -50,7 +50,7 @@ def test_a_thread_is_as_strict_afterwards_as_it_was(monkeypatch: pytest.MonkeyPa
 
 def test_a_driver_that_refuses_is_asked_for_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(NOT_INITIALIZED)
-    monkeypatch.setattr(captures, "mode_exchange", lambda: driver.exchange)
+    monkeypatch.setattr(threads, "mode_exchange", lambda: driver.exchange)
     with beside_captures():
         pass
     assert driver.calls == 1
@@ -61,7 +61,7 @@ def test_whatever_nixl_is_asked_it_is_asked_beside_captures(make: Make, monkeypa
     """It registers memory, and lets the device copy, in threads of ours at both ends."""
     driver, agent = Driver(), kit._pretended_nixl().nixlAgent
     modes: dict[str, set[int]] = {}
-    monkeypatch.setattr(captures, "mode_exchange", lambda: driver.exchange)
+    monkeypatch.setattr(threads, "mode_exchange", lambda: driver.exchange)
 
     def noting(name: str, call: Any) -> Any:
         def noted(*given: object) -> object:

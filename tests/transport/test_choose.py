@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorhub.transport.choose import PREFERENCE, choose, scheme_of
+from tensorhub.transport.base import PREFERENCE, choose, scheme_of
 
 LOCAL, NIXL, TCP = "local://a.1.2.3/x", "nixl://a", "tcp://10.0.0.7:1"
 

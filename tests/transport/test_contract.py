@@ -7,9 +7,8 @@ from functools import partial
 
 import pytest
 
-from tensorhub.core.errors import Closed, CorruptTransfer, LayoutMismatch, SourceLost, UsageError
-from tensorhub.transport.base import Export, Read
-from tensorhub.transport.progress import Progress
+from tensorhub.protocol.errors import Closed, CorruptTransfer, LayoutMismatch, SourceLost, UsageError
+from tensorhub.transport.base import Export, Progress, Read
 
 from . import kit
 from .conftest import Make

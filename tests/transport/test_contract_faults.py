@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tensorhub.core.errors import SourceLost
-from tensorhub.transport.base import Export
-from tensorhub.transport.progress import Progress
+from tensorhub.protocol.errors import SourceLost
+from tensorhub.transport.base import Export, Progress
 
 from . import kit
 from .conftest import Make, Spawn, line

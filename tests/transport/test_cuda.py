@@ -13,12 +13,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tensorhub.core.errors import CorruptTransfer, SourceLost, TensorHubError, TransportMissing, Unavailable, UsageError
 from tensorhub.memory import landing
+from tensorhub.protocol.errors import (
+    CorruptTransfer,
+    SourceLost,
+    TensorHubError,
+    TransportMissing,
+    Unavailable,
+    UsageError,
+)
 from tensorhub.transport import cuda
-from tensorhub.transport.base import Export
+from tensorhub.transport.base import Export, Progress
 from tensorhub.transport.cuda import CudaSettings, CudaTransport, Ends, Peers
-from tensorhub.transport.progress import Progress
 
 from . import kit, pieces_kit
 from .conftest import Make, Spawn, line
@@ -248,7 +254,7 @@ class Pieces:
     """A read of the right half of a matrix's columns, in several windows."""
 
     def __init__(self, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(landing, "MOST_BYTES", LANDING_BYTES)
+        monkeypatch.setattr(landing, "MAX_BYTES", LANDING_BYTES)
         monkeypatch.setattr(landing, "LEAST_WINDOW_BYTES", 4096)
         monkeypatch.setattr(stand_in, "most_room_bytes", stand_in.room_bytes)
         self.found = pieces_kit.columns(1)
@@ -323,7 +329,7 @@ def test_a_read_that_finds_no_landing_memory_left_takes_little(monkeypatch: pyte
     monkeypatch.setattr(landing, "WAIT_S", 0)
     first, second, third = (landing.Share(1 << 30, 1 << 16) for _ in range(3))
     assert first.window_bytes == second.window_bytes > 120 << 20
-    assert first._bytes + second._bytes <= landing.MOST_BYTES
+    assert first._bytes + second._bytes <= landing.MAX_BYTES
     assert third.window_bytes == landing.LEAST_WINDOW_BYTES
     first.give_back()
     fourth = landing.Share(1 << 30, 1 << 16)
@@ -335,7 +341,7 @@ def test_a_read_that_finds_no_landing_memory_left_takes_little(monkeypatch: pyte
 
 def test_a_tile_that_has_no_room_to_land_leaves_the_way_to_others(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     its = Pieces(make, monkeypatch)
-    monkeypatch.setattr(landing, "MOST_TILE_BYTES", 1 << 12)
+    monkeypatch.setattr(landing, "MAX_TILE_BYTES", 1 << 12)
     error = its.read()
     assert isinstance(error, TransportMissing)
     assert "no room for tiles" in str(error)

@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from tensorhub.core.errors import CorruptTransfer, SourceLost, TransportMissing
+from tensorhub.protocol.errors import CorruptTransfer, SourceLost, TransportMissing
 from tensorhub.transport import cuda
-from tensorhub.transport.base import Export
+from tensorhub.transport.base import Export, Progress
 from tensorhub.transport.cuda import PINNED, RING, SLOTS, CudaServer, CudaStream, CudaTransport
-from tensorhub.transport.progress import Progress
-from tensorhub.transport.tcp_wire import Wire
+from tensorhub.transport.tcp.wire import Wire
 
 from . import kit, test_contract, test_contract_faults
 from .conftest import Make, Spawn, line

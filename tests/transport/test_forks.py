@@ -9,7 +9,7 @@ from weakref import WeakSet
 
 import pytest
 
-from tensorhub.transport import forks
+from tensorhub.transport import threads
 
 from . import kit
 from .conftest import Make
@@ -61,11 +61,11 @@ def child_says(judge: Callable[[], bool], forked: Callable[[], object] = lambda:
 def test_a_child_has_no_socket_that_was_just_made(make: Make, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right, source, reader = content(64), make(), make()
     source.export(full("k", right, 64))
-    monkeypatch.setattr(forks, "MOST_WAIT_S", DEADLINE_S)
+    monkeypatch.setattr(threads, "MAX_WAIT_S", DEADLINE_S)
     slow = Slow(end)
-    for sock in list(forks._sockets):
+    for sock in list(threads._sockets):
         slow.add(sock)
-    monkeypatch.setattr(forks, "_sockets", slow)
+    monkeypatch.setattr(threads, "_sockets", slow)
     target = Target(right, 64)
     _, ended = start_read(reader, source.endpoint, "k", target)
     assert slow.is_made.wait(DEADLINE_S)
@@ -81,7 +81,7 @@ def test_a_child_has_no_memory_that_was_just_handed_over(make: Make, monkeypatch
     """Its descriptors: what was mapped by them is not in a child either."""
     right, source, reader = content(1 << 16), make(), make()
     source.export(full("k", right, 1 << 16))
-    monkeypatch.setattr(forks, "MOST_WAIT_S", DEADLINE_S)
+    monkeypatch.setattr(threads, "MAX_WAIT_S", DEADLINE_S)
     before, came, receive = set(os.listdir("/proc/self/fd")), threading.Event(), socket.socket.recvmsg
     is_forked = threading.Event()
 
@@ -118,18 +118,18 @@ def test_a_child_has_no_memory_that_was_just_handed_over(make: Make, monkeypatch
 
 def test_a_thread_may_fork_where_nobody_else_may(nothing_left_behind: None) -> None:
     """As a signal handler might."""
-    with forks.opening():
+    with threads.opening():
         assert child_says(can_open)
         assert child_says(can_open)
     assert child_says(can_open)
 
 
 def test_a_fork_waits_for_nobody_for_ever(nothing_left_behind: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forks, "MOST_WAIT_S", 0.05)
+    monkeypatch.setattr(threads, "MAX_WAIT_S", 0.05)
     is_inside, may_leave = threading.Event(), threading.Event()
 
     def stay() -> None:
-        with forks.opening():
+        with threads.opening():
             is_inside.set()
             may_leave.wait(DEADLINE_S)
 
@@ -142,7 +142,7 @@ def test_a_fork_waits_for_nobody_for_ever(nothing_left_behind: None, monkeypatch
         may_leave.set()
         thread.join()
     assert child_says(can_open)
-    with forks.opening():
+    with threads.opening():
         pass
 
 
@@ -151,7 +151,7 @@ def can_open() -> bool:
     done: list[bool] = []
 
     def open_one() -> None:
-        forks.made(socket.socket).close()
+        threads.made(socket.socket).close()
         done.append(True)
 
     thread = threading.Thread(target=open_one, daemon=True)

@@ -9,10 +9,9 @@ from collections.abc import Callable
 
 import pytest
 
-from tensorhub.core.errors import SourceLost
-from tensorhub.transport.base import Export, Read
-from tensorhub.transport.progress import Progress
-from tensorhub.transport.tcp_reader import TcpRead
+from tensorhub.protocol.errors import SourceLost
+from tensorhub.transport.base import Export, Progress, Read
+from tensorhub.transport.tcp.reader import TcpRead
 from tensorhub.transport.threads import Thread
 
 from . import kit

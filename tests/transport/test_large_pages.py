@@ -12,16 +12,15 @@ import numpy as np
 import pytest
 
 import tensorhub
-from tensorhub.memory import empty, hostmemory
+from tensorhub.memory import empty, host_copies
 from tensorhub.memory.digests import build_manifest
 from tensorhub.memory.fill import FillSink
-from tensorhub.memory.offloading import can_offload, offload
+from tensorhub.memory.host_copies import can_offload, offload
 from tensorhub.memory.registration import Registration, register
 from tensorhub.memory.room import Room
 from tensorhub.transport import sealed
-from tensorhub.transport.base import Export
+from tensorhub.transport.base import Export, Progress
 from tensorhub.transport.native import load
-from tensorhub.transport.progress import Progress
 from tensorhub.transport.sealed import HUGE_BYTES, Foreign, Sealed
 
 from .conftest import Make
@@ -80,7 +79,7 @@ def bytes_of(registration: Registration) -> bytes:
 @pytest.mark.parametrize("chunk_bytes", [MIB // 2, 4 * MIB])
 def test_what_is_copied_out_lies_in_large_pages(chunk_bytes: int) -> None:
     array, registration = registered(21 * MIB + 5)
-    copy = hostmemory.on_host(registration)
+    copy = host_copies.on_host(registration)
     manifest = build_manifest(registration, chunk_bytes)
     assert can_offload(registration.stream, copy.stream, manifest)
     assert offload(
@@ -95,7 +94,7 @@ def test_what_is_copied_out_lies_in_large_pages(chunk_bytes: int) -> None:
 def test_what_is_fetched_into_a_host_copy_lies_in_large_pages(make: Make) -> None:
     array, registration = registered(21 * MIB + 5)
     manifest = build_manifest(registration, MIB)
-    source, reader, copy = make(), make(), hostmemory.on_host(registration)
+    source, reader, copy = make(), make(), host_copies.on_host(registration)
     progress = Progress(manifest.chunk_count, complete=True)
     source.export(Export("k", manifest.encode(), MIB, registration.stream, progress))
     sink = FillSink(copy, str(manifest.root()), verify="full")

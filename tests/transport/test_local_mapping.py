@@ -12,12 +12,13 @@ from functools import partial
 
 import pytest
 
-from tensorhub.core.errors import SourceLost
-from tensorhub.transport import local_mapping, local_reader, local_server, sealed
+from tensorhub.protocol.errors import SourceLost
+from tensorhub.transport import sealed
 from tensorhub.transport.base import Terms
-from tensorhub.transport.local_memory import SEAL_BYTES, Seal
+from tensorhub.transport.local import memory, transport
+from tensorhub.transport.local.memory import SEAL_BYTES, Seal
 from tensorhub.transport.sealed import Sealed, Unmappable
-from tensorhub.transport.tcp_wire import HEADER, Wire
+from tensorhub.transport.tcp.wire import HEADER, Wire
 
 from . import kit
 from .kit import DEADLINE_S, MIB, Local, Target, content, full, read_all, start_read
@@ -66,7 +67,7 @@ def test_a_source_without_descriptors_hands_nothing_over(local: Local, monkeypat
     def none(size_bytes: int) -> Sealed:
         raise Unmappable("no descriptor left")
 
-    monkeypatch.setattr(local_server, "Sealed", none)
+    monkeypatch.setattr(transport, "Sealed", none)
     assert way_of(local) == "process_vm_readv"
 
 
@@ -74,16 +75,16 @@ def test_a_reader_without_descriptors_does_without(local: Local, monkeypatch: py
     """The kernel drops what there is no room for, and says so."""
     before, came = resource.getrlimit(resource.RLIMIT_NOFILE), list[list[int]]()
 
-    def short(wire: Wire, received: local_mapping.Received) -> tuple[int, int, int]:
+    def short(wire: Wire, received: memory.Received) -> tuple[int, int, int]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
         try:
-            header = local_mapping.receive_header(wire, received)
+            header = memory.receive_header(wire, received)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
         came.append(list(received.descriptors()))
         return header
 
-    monkeypatch.setattr(local_reader, "receive_header", short)
+    monkeypatch.setattr(transport, "receive_header", short)
     assert way_of(local) == "process_vm_readv"
     assert came
     assert not any(came), "with a second stream or, where the first has brought all by then, without"
@@ -97,11 +98,11 @@ def test_too_many_on_their_way_is_no_failure(local: Local, monkeypatch: pytest.M
     def offer(wire: Wire, seal: Seal, regions: Sequence[Sealed]) -> None:
         sock, wire.sock = wire.sock, Full()  # type: ignore[assignment]
         try:
-            local_mapping.offer(wire, seal, regions)
+            memory.offer(wire, seal, regions)
         finally:
             wire.sock = sock
 
-    monkeypatch.setattr(local_server, "offer", offer)
+    monkeypatch.setattr(transport, "offer", offer)
     assert way_of(local) == "process_vm_readv"
 
 
@@ -109,7 +110,7 @@ def test_too_many_on_their_way_is_no_failure(local: Local, monkeypatch: pytest.M
 
 
 def send(wire: Wire, body: bytes, descriptors: Sequence[int]) -> None:
-    frame = HEADER.pack(local_mapping.MAPPED, len(body), 0) + body
+    frame = HEADER.pack(memory.MAPPED, len(body), 0) + body
     control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))] if descriptors else []
     wire.sock.sendmsg([frame], control)
 
@@ -123,7 +124,7 @@ def file_of(size: int, seals: int) -> int:
 
 
 def regions_body(seal: Seal, regions: Sequence[Sealed], grown: int = 0) -> bytes:
-    pairs = [local_mapping.REGION.pack(each.address, each.size_bytes + grown) for each in regions]
+    pairs = [memory.REGION.pack(each.address, each.size_bytes + grown) for each in regions]
     return seal.value + b"".join(pairs)
 
 
@@ -178,30 +179,30 @@ def test_what_is_no_such_memory_is_left(
     local: Local, monkeypatch: pytest.MonkeyPatch, lie: Callable[[Wire, Seal, Sequence[Sealed]], None]
 ) -> None:
     """The reader stays alive, keeps nothing of it, and reads as it would have without."""
-    monkeypatch.setattr(local_server, "offer", lie)
+    monkeypatch.setattr(transport, "offer", lie)
     assert way_of(local) == "process_vm_readv"
 
 
 def elsewhere(wire: Wire, seal: Seal, regions: Sequence[Sealed]) -> None:
     """Good memory, which the content is not in."""
     other = Sealed(4096)
-    local_mapping.offer(wire, seal, [other])
+    memory.offer(wire, seal, [other])
 
 
 def broken_seal(wire: Wire, seal: Seal, regions: Sequence[Sealed]) -> None:
     seal.break_()
-    local_mapping.offer(wire, seal, regions)
+    memory.offer(wire, seal, regions)
 
 
 def huge_frame(wire: Wire, seal: Seal, regions: Sequence[Sealed]) -> None:
-    wire.sock.sendmsg([HEADER.pack(local_mapping.MAPPED, 1 << 31, 0)])
+    wire.sock.sendmsg([HEADER.pack(memory.MAPPED, 1 << 31, 0)])
 
 
 @pytest.mark.parametrize("lie", [elsewhere, broken_seal, huge_frame])
 def test_who_contradicts_himself_is_left(
     local: Local, monkeypatch: pytest.MonkeyPatch, lie: Callable[[Wire, Seal, Sequence[Sealed]], None]
 ) -> None:
-    monkeypatch.setattr(local_server, "offer", lie)
+    monkeypatch.setattr(transport, "offer", lie)
     right, source = content(SIZE), local()
     source.export(full("k", right, CHUNK))
     target = Target(right, CHUNK)
@@ -218,7 +219,7 @@ def test_another_content_is_corrupt_and_never_counts(local: Local, monkeypatch: 
         body = regions_body(seal, regions)
         send(wire, body, [seal.page.descriptor, wrong.descriptor])  # type: ignore[union-attr]
 
-    monkeypatch.setattr(local_server, "offer", offer)
+    monkeypatch.setattr(transport, "offer", offer)
     source.export(full("k", right, CHUNK))
     target = Target(right, CHUNK)
     error = read_all(local(), source.endpoint, "k", target)

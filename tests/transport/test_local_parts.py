@@ -15,14 +15,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorhub.core.errors import Refused, SourceLost, TransportMissing, Unavailable
-from tensorhub.transport import local_host, local_memory
-from tensorhub.transport.base import Export
-from tensorhub.transport.local import LocalTransport
-from tensorhub.transport.local_host import Place, format_endpoint, here, parse_endpoint
-from tensorhub.transport.local_memory import Call, Lost, Process, Seal, Token
-from tensorhub.transport.progress import Progress
-from tensorhub.transport.vectors import COUNTS, IOV_MAX, Addresses, Bridged
+from tensorhub.protocol.errors import Refused, SourceLost, TransportMissing, Unavailable
+from tensorhub.transport.base import Export, Progress
+from tensorhub.transport.local import memory as local_host
+from tensorhub.transport.local import memory as local_memory
+from tensorhub.transport.local.memory import (
+    Call,
+    Lost,
+    Place,
+    Process,
+    Seal,
+    Token,
+    format_endpoint,
+    here,
+    parse_endpoint,
+)
+from tensorhub.transport.local.transport import LocalTransport
+from tensorhub.transport.views import COUNTS, IOV_MAX, Addresses, Bridged
 
 from . import kit
 from .kit import DEADLINE_S, MIB, Gate, Local, Target, content, full, read_all, start_read
@@ -386,7 +395,8 @@ STRANGER = """
 import os, sys
 sys.path.insert(0, sys.argv[3])
 import kit
-from tensorhub.transport import local_host, local_reader
+from tensorhub.transport.local import memory as local_host
+from tensorhub.transport.local import transport as local_reader
 os.setuid(65534)
 reader = kit.KINDS["local-1"].make(5.0)
 place, name = local_host.parse_endpoint(sys.argv[1])
@@ -418,7 +428,7 @@ def test_another_user_is_refused_by_both_sides(local: Local) -> None:
 
 SQUATTER = """
 import os, socket, sys
-from tensorhub.transport import local_host
+from tensorhub.transport.local import memory as local_host
 os.setuid(65534)
 listener = socket.socket(socket.AF_UNIX)
 listener.bind(local_host.socket_address(sys.argv[1]))

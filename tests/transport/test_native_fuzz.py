@@ -17,17 +17,14 @@ import msgspec
 import pytest
 import xxhash
 
-from tensorhub.core.manifest import chunk_count
-from tensorhub.transport import tcp_wire
-from tensorhub.transport.base import Export, Terms
-from tensorhub.transport.gates import Gate
+from tensorhub.protocol.manifest import chunk_count
+from tensorhub.transport.base import Export, Gate, Progress, Terms
 from tensorhub.transport.native import shapes
-from tensorhub.transport.native_read import mover_for
-from tensorhub.transport.native_serve import conversation_for
-from tensorhub.transport.progress import Progress
-from tensorhub.transport.tcp_served import Served
-from tensorhub.transport.tcp_settings import TcpSettings
-from tensorhub.transport.tcp_wire import HEADER, Wire, WireError
+from tensorhub.transport.native.reads import mover_for
+from tensorhub.transport.tcp import wire as tcp_wire
+from tensorhub.transport.tcp.serving import Served, conversation_for
+from tensorhub.transport.tcp.settings import TcpSettings
+from tensorhub.transport.tcp.wire import HEADER, Wire, WireError
 
 from . import kit
 from .native import needs_mover

@@ -9,11 +9,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tensorhub.core.errors import CorruptTransfer, SessionLost, SourceLost
-from tensorhub.transport.base import Export, Terms
-from tensorhub.transport.gates import Until
-from tensorhub.transport.native_read import TELL_EVERY_S
-from tensorhub.transport.progress import Progress
+from tensorhub.protocol.errors import CorruptTransfer, SessionLost, SourceLost
+from tensorhub.transport.base import Export, Progress, Terms, Until
+from tensorhub.transport.native.reads import TELL_EVERY_S
 
 from . import kit
 from .conftest import Make, Spawn, line

@@ -14,10 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorhub.transport.gates import Gate
+from tensorhub.transport.base import Gate, Progress
 from tensorhub.transport.native import build, load, shapes
-from tensorhub.transport.native_read import Mover
-from tensorhub.transport.progress import Progress
+from tensorhub.transport.native.reads import Mover
 
 from . import kit
 from .kit import DEADLINE_S

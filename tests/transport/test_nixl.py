@@ -15,22 +15,31 @@ from typing import cast
 
 import pytest
 
-from tensorhub.core.errors import SourceLost, TransportMissing
-from tensorhub.transport import nixl_probe
-from tensorhub.transport.nixl import NixlSettings, NixlTransport
-from tensorhub.transport.nixl_agent import Agent, Broken
-from tensorhub.transport.nixl_meeting import Meeting
-from tensorhub.transport.nixl_memory import DESCRIPTOR_BYTES, Page, Place, Seal, cut, device_code, places_of
-from tensorhub.transport.nixl_path import Facts, advantage, lane, why_tcp
-from tensorhub.transport.nixl_reader import parse_endpoint
-from tensorhub.transport.nixl_server import Memory
+from tensorhub.protocol.errors import SourceLost, TransportMissing
+from tensorhub.transport.nixl import probe
+from tensorhub.transport.nixl.agent import (
+    DESCRIPTOR_BYTES,
+    Agent,
+    Broken,
+    Facts,
+    Page,
+    Place,
+    Seal,
+    advantage,
+    cut,
+    device_code,
+    lane,
+    places_of,
+    why_tcp,
+)
+from tensorhub.transport.nixl.transport import Meeting, Memory, NixlSettings, NixlTransport, parse_endpoint
 
 from . import kit
 from .conftest import line
 from .kit import DEADLINE_S, MIB, Target, content, full, read_all, start_read
 
 CHUNK = 4096
-needs_nixl = pytest.mark.skipif(bool(nixl_probe.probe().why_not), reason=nixl_probe.probe().why_not or "it is here")
+needs_nixl = pytest.mark.skipif(bool(probe.probe().why_not), reason=probe.probe().why_not or "it is here")
 Make = Callable[..., NixlTransport]
 
 
@@ -65,35 +74,35 @@ def test_a_probe_survives_whatever_loading_does(
 ) -> None:
     (tmp_path / "nixl_pretended.py").write_text(body)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(nixl_probe, "MODULES", ("nixl_pretended",))
+    monkeypatch.setattr(probe, "MODULES", ("nixl_pretended",))
     (tmp_path / "sitecustomize.py").write_text(
-        "import tensorhub.transport.nixl_agent as a; a.MODULES = ('nixl_pretended',)"
+        "import tensorhub.transport.nixl.agent as a; a.MODULES = ('nixl_pretended',)"
     )
-    monkeypatch.setattr(nixl_probe, "_found", {})
+    monkeypatch.setattr(probe, "_found", {})
     began = time.monotonic()
-    found = nixl_probe.probe(1.0 if "sleep" in body else DEADLINE_S)
+    found = probe.probe(1.0 if "sleep" in body else DEADLINE_S)
     assert time.monotonic() - began < DEADLINE_S
     assert not found.module
     assert said in found.why_not
-    assert nixl_probe.probe() is found, "it is asked once"
+    assert probe.probe() is found, "it is asked once"
     with pytest.raises(TransportMissing, match="not available"):
-        nixl_probe.require()
+        probe.require()
 
 
 def test_a_missing_nixl_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl_probe, "MODULES", ("nixl_that_nobody_has",))
-    monkeypatch.setattr(nixl_probe, "_found", {})
+    monkeypatch.setattr(probe, "MODULES", ("nixl_that_nobody_has",))
+    monkeypatch.setattr(probe, "_found", {})
     with pytest.raises(TransportMissing) as caught:
-        nixl_probe.require()
+        probe.require()
     assert caught.value.hint == "pip install 'tensorhub[nixl]'"
-    assert "pip install 'tensorhub[nixl]'" in "".join(nixl_probe.probe().lines())
+    assert "pip install 'tensorhub[nixl]'" in "".join(probe.probe().lines())
 
 
 @needs_nixl
 def test_a_forgotten_probe_ends_by_itself() -> None:
-    child = subprocess.Popen([sys.executable, "-m", "tensorhub.transport.nixl_probe", "0.01", str(os.getpid())])
+    child = subprocess.Popen([sys.executable, "-m", "tensorhub.transport.nixl.probe", "0.01", str(os.getpid())])
     assert child.wait(DEADLINE_S) == -signal.SIGALRM
-    orphan = subprocess.run([sys.executable, "-m", "tensorhub.transport.nixl_probe", "30", "1"], capture_output=True)
+    orphan = subprocess.run([sys.executable, "-m", "tensorhub.transport.nixl.probe", "30", "1"], capture_output=True)
     assert orphan.stdout == b"", "its parent is another one than it was told"
 
 

@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorhub.transport import nixl_agent
 from tensorhub.transport.base import Transport
-from tensorhub.transport.nixl import NixlTransport
-from tensorhub.transport.nixl_memory import Place, do_overlap
-from tensorhub.transport.nixl_path import HOST
+from tensorhub.transport.nixl import agent as nixl_agent
+from tensorhub.transport.nixl.agent import HOST, Place, do_overlap
+from tensorhub.transport.nixl.transport import NixlTransport
 
 from . import kit
 from .conftest import Make

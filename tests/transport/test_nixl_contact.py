@@ -4,11 +4,10 @@ from typing import cast
 
 import pytest
 
-from tensorhub.core.errors import SourceLost
+from tensorhub.protocol.errors import SourceLost
 from tensorhub.transport.base import Transport
-from tensorhub.transport.nixl import NixlTransport
-from tensorhub.transport.nixl_agent import Agent
-from tensorhub.transport.nixl_reader import NixlJob, NixlRead
+from tensorhub.transport.nixl.agent import Agent
+from tensorhub.transport.nixl.transport import NixlJob, NixlRead, NixlTransport
 
 from . import kit
 from .conftest import Make

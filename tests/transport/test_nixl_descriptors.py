@@ -7,8 +7,8 @@ from types import ModuleType
 
 import pytest
 
-from tensorhub.core.errors import Unavailable
-from tensorhub.transport import nixl_path, nixl_server
+from tensorhub.protocol.errors import Unavailable
+from tensorhub.transport.nixl import agent, transport
 
 from . import kit
 from .conftest import Make, Spawn, line
@@ -17,7 +17,7 @@ from .kit import Target, content, full, read_all
 CHUNK = 4096
 FILLED = """
 import os, resource
-from tensorhub.transport.nixl_path import lacks_descriptors
+from tensorhub.transport.nixl.agent import lacks_descriptors
 assert not lacks_descriptors()
 taken = max(map(int, os.listdir("/proc/self/fd")))
 resource.setrlimit(resource.RLIMIT_NOFILE, (taken + 20, taken + 20))
@@ -39,7 +39,7 @@ def test_it_is_said_how_many_are_open() -> None:
 
 
 @pytest.mark.parametrize("kind", ["pretended-nixl-2"], indirect=True)
-@pytest.mark.parametrize("limited", [nixl_path, nixl_server], ids=["the reader", "the source"])
+@pytest.mark.parametrize("limited", [agent, transport], ids=["the reader", "the source"])
 def test_who_lacks_them_is_read_another_way(make: Make, monkeypatch: pytest.MonkeyPatch, limited: ModuleType) -> None:
     right, source, reader = content(5 * CHUNK), make(), make()
     source.export(full("k", right, CHUNK))

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tensorhub.core.errors import SourceLost, TransportMissing
-from tensorhub.transport import nixl_agent, nixl_probe, tcp_wire
+from tensorhub.protocol.errors import SourceLost, TransportMissing
 from tensorhub.transport.base import ByteStream
-from tensorhub.transport.nixl import NixlSettings, NixlTransport
-from tensorhub.transport.nixl_agent import Agent, Region
-from tensorhub.transport.tcp_wire import Wire
+from tensorhub.transport.nixl import agent as nixl_agent
+from tensorhub.transport.nixl import probe
+from tensorhub.transport.nixl.agent import Agent, Region
+from tensorhub.transport.nixl.transport import NixlSettings, NixlTransport
+from tensorhub.transport.tcp import wire as tcp_wire
+from tensorhub.transport.tcp.wire import Wire
 
 from . import kit
 from .conftest import line
@@ -25,7 +27,7 @@ CHUNK = 4096
 PEER = str(Path(__file__).with_name("nixl_peer.py"))
 Make = Callable[..., NixlTransport]
 
-pytestmark = pytest.mark.skipif(bool(nixl_probe.probe().why_not), reason=nixl_probe.probe().why_not or "it is here")
+pytestmark = pytest.mark.skipif(bool(probe.probe().why_not), reason=probe.probe().why_not or "it is here")
 
 
 @pytest.fixture
@@ -73,7 +75,7 @@ def test_nobody_is_left_inside_when_the_interpreter_ends() -> None:
 FORK = """
 import os, sys
 import kit
-from tensorhub.transport import nixl_agent
+from tensorhub.transport.nixl import agent as nixl_agent
 transport = kit.KINDS["nixl-1"].make(5.0)
 agents = transport._agents
 child = os.fork()

@@ -5,10 +5,11 @@ from random import Random
 
 import pytest
 
-from tensorhub.memory.tiles import turning
-from tensorhub.memory.tiles.exported import Cut
-from tensorhub.transport import local_pieces, nixl_pieces
+from tensorhub.reshard import copies
+from tensorhub.reshard.exported import Cut
 from tensorhub.transport.base import Transport
+from tensorhub.transport.local import transport as local_pieces
+from tensorhub.transport.nixl import transport as nixl_pieces
 
 from . import kit
 from .conftest import Make
@@ -49,7 +50,7 @@ def test_any_layout_from_any_layout(make: Make, is_known: bool, monkeypatch: pyt
     source, reader = make(), make()
     for seed in range(SEEDS):
         chance = Random(seed)
-        monkeypatch.setattr(turning, "SHORT_BYTES", (0, 12, 64)[seed % 3])  # what goes straight, and what is turned
+        monkeypatch.setattr(copies, "SHORT_BYTES", (0, 12, 64)[seed % 3])  # what goes straight, and what is turned
         columns = drawn(chance, is_known=is_known)
         cuts = cuts_of(columns.publisher, columns.grid)
         check_read(source, reader, columns, cuts, parcel_bytes=chance.choice((1, 100, 1 << 20)))

@@ -15,19 +15,18 @@ from dataclasses import replace
 
 import pytest
 
-from tensorhub.transport import parcels as module
-from tensorhub.transport import pieces_server, tcp_wire
-from tensorhub.transport.base import Export
+from tensorhub.transport import rows as module
+from tensorhub.transport.base import Export, Progress
 from tensorhub.transport.native import load
-from tensorhub.transport.parcels import MAX_ROWS, PIECES, BadPieces, Parcels, Room
-from tensorhub.transport.progress import Progress
-from tensorhub.transport.rows import RowStream, placed
-from tensorhub.transport.tcp import TcpTransport
-from tensorhub.transport.tcp_addresses import parse_endpoint
-from tensorhub.transport.tcp_served import Served
-from tensorhub.transport.tcp_server import TcpServer
-from tensorhub.transport.tcp_settings import TcpSettings
-from tensorhub.transport.tcp_wire import HEADER, Hello, Refusal, Welcome, Wire, WireError
+from tensorhub.transport.rows import MAX_ROWS, PIECES, BadPieces, Parcels, Room, RowStream, placed
+from tensorhub.transport.tcp import serving
+from tensorhub.transport.tcp import wire as tcp_wire
+from tensorhub.transport.tcp.addresses import parse_endpoint
+from tensorhub.transport.tcp.server import TcpServer
+from tensorhub.transport.tcp.serving import Served
+from tensorhub.transport.tcp.settings import TcpSettings
+from tensorhub.transport.tcp.transport import TcpTransport
+from tensorhub.transport.tcp.wire import HEADER, Hello, Refusal, Welcome, Wire, WireError
 
 from . import kit
 from .kit import DEADLINE_S
@@ -193,7 +192,7 @@ def test_whatever_a_reader_wants(way: str) -> None:
             theirs.sendall(HEADER.pack(PIECES, len(data), 0) + data + wants)
             theirs.shutdown(socket.SHUT_WR)
             with pytest.raises(WireError) as failure:
-                pieces_server.serve_pieces(server, SETTINGS, Room(), wire, served, 5.0)
+                serving.serve_pieces(server, SETTINGS, Room(), wire, served, 5.0)
             failures.add(type(failure.value).__name__)
             wire.close()
             hearing.join()
@@ -287,7 +286,7 @@ def test_a_source_has_room_for_so_much_only(source: TcpTransport, monkeypatch: p
 def test_who_drips_what_it_wants_keeps_nobody_out(source: TcpTransport, monkeypatch: pytest.MonkeyPatch) -> None:
     good = body([1], GOOD)
     monkeypatch.setattr(source._server, "_room", Room(2 << 20))
-    monkeypatch.setattr(pieces_server, "BODY_S", 0.2)
+    monkeypatch.setattr(serving, "BODY_S", 0.2)
     slow = wanting(source, good, length=1 << 20)
 
     def is_room() -> bool:

@@ -11,17 +11,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tensorhub.core.errors import CorruptTransfer, HostMemoryFull, SessionLost, SourceLost, TransportMissing
-from tensorhub.memory.host import host_view
-from tensorhub.memory.tiles.across import Across
-from tensorhub.memory.tiles.derive import Source
-from tensorhub.transport import local_pieces, native_pieces, nixl_pieces
+from tensorhub.memory.streams import host_view
+from tensorhub.protocol.errors import CorruptTransfer, HostMemoryFull, SessionLost, SourceLost, TransportMissing
+from tensorhub.reshard.derive import Source
+from tensorhub.reshard.read import Across
 from tensorhub.transport.base import Transport
-from tensorhub.transport.native import load
-from tensorhub.transport.parcels import Room
-from tensorhub.transport.rows import COUNT, COUNTS, ROW_WORDS, RUN, Rows
-from tensorhub.transport.tcp import TcpTransport
-from tensorhub.transport.tcp_settings import TcpSettings
+from tensorhub.transport.local import transport as local_pieces
+from tensorhub.transport.native import load, reads
+from tensorhub.transport.nixl import transport as nixl_pieces
+from tensorhub.transport.rows import COUNT, COUNTS, ROW_WORDS, RUN, Room, Rows
+from tensorhub.transport.tcp.settings import TcpSettings
+from tensorhub.transport.tcp.transport import TcpTransport
 
 from . import kit
 from .conftest import Make
@@ -273,14 +273,14 @@ def test_the_mover_takes_no_rows_that_end_too_soon() -> None:
     across = across_for(found.reader, found.grid, sources, parcel_bytes=PARCEL)
     (leg,) = across.legs(sources[:1])
     scatter = leg._order.scatter
-    assert native_pieces._fits(scatter, leg.parcels)
+    assert reads._fits(scatter, leg.parcels)
     ours = scatter.ours
     for column, number in ((RUN, ours.words[RUN] - 1), (COUNT, ours.words[COUNT] - 1), (COUNTS, 2)):
         words = ours.words[:]
         words[column] = number
-        assert not native_pieces._fits(replace(scatter, ours=Rows.at(words, ours.starts)), leg.parcels)
+        assert not reads._fits(replace(scatter, ours=Rows.at(words, ours.starts)), leg.parcels)
     fewer = Rows.at(ours.words[:-ROW_WORDS], ours.starts[:-1])
-    assert not native_pieces._fits(replace(scatter, ours=fewer), leg.parcels)
+    assert not reads._fits(replace(scatter, ours=fewer), leg.parcels)
 
 
 @pytest.mark.parametrize("kind", ["pretended-nixl-2"], indirect=True)

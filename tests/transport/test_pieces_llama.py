@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tensorhub.core.errors import SourceLost
-from tensorhub.memory.tiles.derive import Source
-from tensorhub.memory.tiles.exported import decode_cut
+from tensorhub.protocol.errors import SourceLost
+from tensorhub.reshard.derive import Source
+from tensorhub.reshard.exported import decode_cut
 
 from . import kit, llama
 from .conftest import Make, line

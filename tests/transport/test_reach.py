@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from tensorhub.transport.local_host import Place, format_endpoint, here
-from tensorhub.transport.reach import out_of_reach
+from tensorhub.runtime.content import out_of_reach
+from tensorhub.transport.local.memory import Place, format_endpoint, here
 
 HERE = here()
 ELSEWHERE = {

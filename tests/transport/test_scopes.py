@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tensorhub.transport.scopes import scope
+from tensorhub.transport.threads import scope
 
 
 class Other(Exception):

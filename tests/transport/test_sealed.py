@@ -14,7 +14,7 @@ import pytest
 
 from tensorhub.transport import sealed
 from tensorhub.transport.sealed import Foreign, Sealed, Unmappable, moved_to, regions_of
-from tensorhub.transport.vectors import Addresses
+from tensorhub.transport.views import Addresses
 
 needs_memfd = pytest.mark.skipif(bool(sealed.why_not()), reason=sealed.why_not() or "there")
 pytestmark = needs_memfd

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from tensorhub.memory.host import host_view
+from tensorhub.memory.streams import host_view
 from tensorhub.transport import sealed
-from tensorhub.transport.base import Export
-from tensorhub.transport.progress import Progress
+from tensorhub.transport.base import Export, Progress
 from tensorhub.transport.sealed import Sealed, Shared, Unmappable
 
 from . import kit
@@ -51,7 +50,7 @@ class Stands(Pieces):
         return self.table
 
     def __init__(self, memory: Sealed | Shared, *, parts: int = 1) -> None:
-        from tensorhub.transport.vectors import Addresses
+        from tensorhub.transport.views import Addresses
 
         super().__init__(host_view(memory.address, SIZE, memory))  # type: ignore[arg-type]
         cut = SIZE // parts

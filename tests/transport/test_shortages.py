@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tensorhub.core.errors import Unavailable
-from tensorhub.transport import shortages
+from tensorhub.protocol.errors import Unavailable
+from tensorhub.transport import threads
 
 from .conftest import Make
 from .kit import Target, content, full, read_all
@@ -19,24 +19,24 @@ from .kit import Target, content, full, read_all
 
 @pytest.fixture(autouse=True)
 def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(shortages, "_last", None)
+    monkeypatch.setattr(threads, "_last", None)
     return
 
 
 def test_what_is_scarce_is_remembered() -> None:
-    assert shortages.recent() == ("", "")
-    shortages.note(OSError(errno.ECONNREFUSED, "refused"), did="it connected")
-    assert shortages.recent() == ("", "")
-    shortages.note(OSError(errno.EMFILE, os.strerror(errno.EMFILE)), did="it connected")
-    assert shortages.recent()[0].endswith("when it connected: Too many open files")
-    shortages.note(MemoryError(), did="it started a thread")
-    assert shortages.recent()[0].endswith("when it started a thread: out of memory")
+    assert threads.recent() == ("", "")
+    threads.note(OSError(errno.ECONNREFUSED, "refused"), did="it connected")
+    assert threads.recent() == ("", "")
+    threads.note(OSError(errno.EMFILE, os.strerror(errno.EMFILE)), did="it connected")
+    assert threads.recent()[0].endswith("when it connected: Too many open files")
+    threads.note(MemoryError(), did="it started a thread")
+    assert threads.recent()[0].endswith("when it started a thread: out of memory")
 
 
 def test_what_was_long_ago_explains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    shortages.note(MemoryError(), did="it started a thread")
-    monkeypatch.setattr(shortages, "RECENT_S", -1.0)
-    assert shortages.recent() == ("", "")
+    threads.note(MemoryError(), did="it started a thread")
+    monkeypatch.setattr(threads, "RECENT_S", -1.0)
+    assert threads.recent() == ("", "")
 
 
 @pytest.mark.parametrize("kind", ["tcp-1", "local-1", "local-mapped-1", "pretended-nixl-2"], indirect=True)
@@ -54,7 +54,7 @@ def test_a_reader_without_a_descriptor_knows_that_it_met_a_limit(make: Make, mon
         error = read_all(reader, source.endpoint, "k", Target(right, 64))
     assert isinstance(error, Unavailable), "another try may find one"
     assert "when it connected to a source: [Errno 24] Too many open files" in str(error)
-    assert shortages.recent()[0].endswith("when it connected to a source: Too many open files")
+    assert threads.recent()[0].endswith("when it connected to a source: Too many open files")
     assert read_all(reader, source.endpoint, "k", Target(right, 64)) is None
 
 
@@ -67,14 +67,14 @@ def test_so_it_does_where_there_is_none_for_the_sources_process(make: Make, monk
     source.export(full("k", right, 64))
     monkeypatch.setattr(os, "pidfd_open", limited)
     assert read_all(reader, source.endpoint, "k", Target(right, 64)) is None
-    assert shortages.recent()[0].endswith("when it looked at a source's process: Too many open files")
+    assert threads.recent()[0].endswith("when it looked at a source's process: Too many open files")
 
 
 def test_a_library_that_cannot_be_mapped_for_want_of_memory_is_a_shortage() -> None:
     """Its ImportError has no number (torch's: "failed to map segment from shared object")."""
     code = """
 import resource
-from tensorhub.transport.shortages import is_shortage
+from tensorhub.transport.threads import is_shortage
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 _, most = resource.getrlimit(resource.RLIMIT_AS)
 before = is_shortage(ImportError("x"))

@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import pytest
 
-from tensorhub.core.errors import SourceLost, UsageError
-from tensorhub.transport import tcp_addresses
-from tensorhub.transport.tcp import TcpTransport
-from tensorhub.transport.tcp_addresses import advertised_endpoint, format_endpoint, listeners, parse_endpoint
-from tensorhub.transport.tcp_settings import TcpSettings
-from tensorhub.transport.tcp_width import Width
+from tensorhub.protocol.errors import SourceLost, UsageError
+from tensorhub.transport.tcp import addresses as tcp_addresses
+from tensorhub.transport.tcp.addresses import advertised_endpoint, format_endpoint, listeners, parse_endpoint
+from tensorhub.transport.tcp.job import Width
+from tensorhub.transport.tcp.settings import TcpSettings
+from tensorhub.transport.tcp.transport import TcpTransport
 
 from . import kit
 from .kit import MIB, Target, content, full, start_read

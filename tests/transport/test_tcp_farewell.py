@@ -7,9 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tensorhub.transport.tcp_farewell import LINGER_S
-from tensorhub.transport.tcp_settings import TcpSettings
-from tensorhub.transport.tcp_wire import CHUNK, GONE, HEADER, MAX_GONE_BYTES, Wire
+from tensorhub.transport.tcp.settings import TcpSettings
+from tensorhub.transport.tcp.wire import CHUNK, GONE, HEADER, LINGER_S, MAX_GONE_BYTES, Wire
 
 from .kit import DEADLINE_S, MIB
 
@@ -75,7 +74,7 @@ def test_who_takes_a_little_now_and_then_is_not_waited_for(
     ends: tuple[Wire, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or one strange reader would keep a thread and a place for as long as it likes."""
-    monkeypatch.setattr("tensorhub.transport.tcp_farewell.MOST_S", 2 * LINGER_S)
+    monkeypatch.setattr("tensorhub.transport.tcp.wire.MAX_S", 2 * LINGER_S)
     wire, reader = ends
     closing = sent_and_called_out(wire)
     taken = 0
@@ -86,7 +85,7 @@ def test_who_takes_a_little_now_and_then_is_not_waited_for(
 
 
 def test_a_cut_ends_the_wait_for_them(ends: tuple[Wire, socket.socket], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorhub.transport.tcp_farewell.LINGER_S", 10 * DEADLINE_S)
+    monkeypatch.setattr("tensorhub.transport.tcp.wire.LINGER_S", 10 * DEADLINE_S)
     wire, reader = ends
     closing = sent_and_called_out(wire)
     wire.cut()

@@ -10,15 +10,15 @@ from dataclasses import replace
 
 import pytest
 
-from tensorhub.core.errors import CorruptTransfer, SourceLost
-from tensorhub.transport import tcp_lend, tcp_wire
-from tensorhub.transport.base import Export
-from tensorhub.transport.progress import Progress
-from tensorhub.transport.tcp import TcpTransport
-from tensorhub.transport.tcp_addresses import parse_endpoint
-from tensorhub.transport.tcp_server import TcpServer
-from tensorhub.transport.tcp_settings import TcpSettings
-from tensorhub.transport.tcp_wire import Hello, Wire
+from tensorhub.protocol.errors import CorruptTransfer, SourceLost
+from tensorhub.transport.base import Export, Progress
+from tensorhub.transport.tcp import wire as tcp_lend
+from tensorhub.transport.tcp import wire as tcp_wire
+from tensorhub.transport.tcp.addresses import parse_endpoint
+from tensorhub.transport.tcp.server import TcpServer
+from tensorhub.transport.tcp.settings import TcpSettings
+from tensorhub.transport.tcp.transport import TcpTransport
+from tensorhub.transport.tcp.wire import Hello, Wire
 
 from . import kit
 

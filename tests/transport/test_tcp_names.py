@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tensorhub.core.errors import SourceLost
-from tensorhub.transport import tcp_names
-from tensorhub.transport.tcp import TcpTransport
-from tensorhub.transport.tcp_addresses import format_endpoint, parse_endpoint
-from tensorhub.transport.tcp_settings import TcpSettings
+from tensorhub.protocol.errors import SourceLost
+from tensorhub.transport.tcp import addresses
+from tensorhub.transport.tcp.addresses import format_endpoint, parse_endpoint
+from tensorhub.transport.tcp.settings import TcpSettings
+from tensorhub.transport.tcp.transport import TcpTransport
 from tensorhub.transport.threads import Thread
 
 from . import kit
@@ -40,7 +40,7 @@ class Resolver:
 @pytest.fixture
 def resolver(nothing_left_behind: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Resolver]:
     found = Resolver()
-    monkeypatch.setattr(tcp_names, "_questions", {})
+    monkeypatch.setattr(addresses, "_questions", {})
     monkeypatch.setattr(socket, "getaddrinfo", found)
     yield found
     found.may_answer.set()
@@ -93,7 +93,7 @@ def test_who_is_not_found_in_time_is_lost_and_the_late_answer_serves_the_next_re
         error = read_all(reader, by_name(source), "k", Target(right, CHUNK))
         assert isinstance(error, SourceLost)
         assert f"within 0.05 s where {NAME} is" in str(error)
-    (question,) = tcp_names._questions.values()
+    (question,) = addresses._questions.values()
     resolver.may_answer.set()
     assert question.wait(DEADLINE_S, lambda: False)
     target = Target(right, CHUNK)
@@ -124,7 +124,7 @@ def test_an_address_in_numbers_is_asked_of_nobody(tcp: Tcp, monkeypatch: pytest.
 
     right, source = content(CHUNK), tcp()
     source.export(full("k", right, CHUNK))
-    monkeypatch.setattr(tcp_names, "start", start)
+    monkeypatch.setattr(addresses, "start", start)
     assert read_all(tcp(), source.endpoint, "k", Target(right, CHUNK)) is None
 
 
@@ -152,9 +152,9 @@ def test_an_answer_that_is_old_is_not_used(tcp: Tcp, resolver: Resolver, monkeyp
     right, source, reader = content(CHUNK), tcp(), tcp(connect_s=0.05)
     source.export(full("k", right, CHUNK))
     assert isinstance(read_all(reader, by_name(source), "k", Target(right, CHUNK)), SourceLost)
-    (question,) = tcp_names._questions.values()
+    (question,) = addresses._questions.values()
     resolver.may_answer.set()
     assert question.wait(DEADLINE_S, lambda: False)
-    monkeypatch.setattr(tcp_names, "_KEPT_S", -1.0)
+    monkeypatch.setattr(addresses, "_KEPT_S", -1.0)
     kit.until(lambda: read_all(reader, by_name(source), "k", Target(right, CHUNK)) is None, "it is found anew")
     assert len(resolver.asked) > 1

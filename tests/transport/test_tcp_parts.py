@@ -15,18 +15,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorhub.core.errors import UsageError
-from tensorhub.transport.native_serve import Conversation
-from tensorhub.transport.progress import Progress
-from tensorhub.transport.tcp_addresses import advertised_endpoint, format_endpoint, parse_endpoint
-from tensorhub.transport.tcp_claims import Ahead, Claims, as_ranges
-from tensorhub.transport.tcp_dial import dial
-from tensorhub.transport.tcp_job import Job
-from tensorhub.transport.tcp_served import Served
-from tensorhub.transport.tcp_server import TcpServer
-from tensorhub.transport.tcp_settings import TcpSettings
-from tensorhub.transport.tcp_wire import Silent, Vanished, Wire
-from tensorhub.transport.vectors import Addresses
+from tensorhub.protocol.errors import UsageError
+from tensorhub.transport.base import Progress
+from tensorhub.transport.tcp.addresses import advertised_endpoint, dial, format_endpoint, parse_endpoint
+from tensorhub.transport.tcp.job import Job
+from tensorhub.transport.tcp.server import TcpServer
+from tensorhub.transport.tcp.serving import Conversation, Served
+from tensorhub.transport.tcp.settings import Ahead, Claims, TcpSettings, as_ranges
+from tensorhub.transport.tcp.wire import Silent, Vanished, Wire
+from tensorhub.transport.views import Addresses
 
 from . import kit
 from .kit import DEADLINE_S, Target, content
@@ -199,11 +196,11 @@ signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 sys.path.insert(0, sys.argv[1])
 import kit
 from tensorhub.transport.base import Export
-from tensorhub.transport.native_serve import Conversation
-from tensorhub.transport.progress import Progress
-from tensorhub.transport.tcp import TcpTransport
-from tensorhub.transport.tcp_addresses import parse_endpoint
-from tensorhub.transport.tcp_wire import Hello, Wire
+from tensorhub.transport.tcp.serving import Conversation
+from tensorhub.transport.base import Progress
+from tensorhub.transport.tcp.transport import TcpTransport
+from tensorhub.transport.tcp.addresses import parse_endpoint
+from tensorhub.transport.tcp.wire import Hello, Wire
 source = TcpTransport()
 source.export(Export("k", b"m", 1 << 20, kit.Pieces(kit.content(16 << 20)), Progress(16, complete=True)))
 for _ in range(20):

@@ -10,15 +10,15 @@ from contextlib import ExitStack, contextmanager, suppress
 import msgspec
 import pytest
 
-from tensorhub.core.errors import Refused, SourceLost
-from tensorhub.transport import tcp_server, tcp_wire
-from tensorhub.transport.base import Export
-from tensorhub.transport.progress import Progress
-from tensorhub.transport.tcp import TcpTransport
-from tensorhub.transport.tcp_addresses import parse_endpoint
-from tensorhub.transport.tcp_door import MOST_STRANGERS, Door
-from tensorhub.transport.tcp_settings import TcpSettings
-from tensorhub.transport.tcp_wire import GREETING, HEADER, MAGIC, VERSION, Hello, Refusal, Welcome, Wire
+from tensorhub.protocol.errors import Refused, SourceLost
+from tensorhub.transport.base import Export, Progress
+from tensorhub.transport.tcp import server
+from tensorhub.transport.tcp import wire as tcp_wire
+from tensorhub.transport.tcp.addresses import parse_endpoint
+from tensorhub.transport.tcp.server import MAX_STRANGERS, Door
+from tensorhub.transport.tcp.settings import TcpSettings
+from tensorhub.transport.tcp.transport import TcpTransport
+from tensorhub.transport.tcp.wire import GREETING, HEADER, MAGIC, VERSION, Hello, Refusal, Welcome, Wire
 
 from . import kit
 from .kit import DEADLINE_S, MIB, Gate, Target, content, full, read_all, start_read
@@ -266,10 +266,10 @@ def test_a_flood_of_strangers_is_bounded_and_keeps_nobody_else_out(tcp: Tcp) -> 
     source = tcp(max_connections=4, silence_s=60.0, greet_s=60.0, token="t")
     source.export(full("k", right, CHUNK))
     flood = [socket.create_connection(parse_endpoint(source.endpoint)[0], timeout=DEADLINE_S) for _ in range(200)]
-    kit.until(lambda: source.statistics()["connections_open"] <= MOST_STRANGERS, "the oldest were hung up on")
+    kit.until(lambda: source.statistics()["connections_open"] <= MAX_STRANGERS, "the oldest were hung up on")
     reader = tcp(token="t", silence_s=60.0)
     assert read_all(reader, source.endpoint, "k", Target(right, CHUNK)) is None
-    assert source.statistics()["connections_open"] >= MOST_STRANGERS - 1, "they are there all the time"
+    assert source.statistics()["connections_open"] >= MAX_STRANGERS - 1, "they are there all the time"
     for sock in flood:
         sock.close()
     kit.until(lambda: source.statistics()["connections_open"] == 0, "the flood is over")
@@ -281,9 +281,7 @@ def test_readers_that_ask_for_nothing_make_room(
     tcp: Tcp, is_native: bool, asks_for: list[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They know the key, and the token too. The source would bear their silence for twenty seconds and more."""
-    monkeypatch.setattr(
-        tcp_server, "conversation_for", tcp_server.conversation_for if is_native else lambda *_, **__: None
-    )
+    monkeypatch.setattr(server, "conversation_for", server.conversation_for if is_native else lambda *_, **__: None)
     right = content(CHUNK)
     source = tcp(max_connections=4, silence_s=60.0, greet_s=60.0 if asks_for is None else 0.2, token="t")
     source.export(full("k", right, CHUNK))
@@ -328,10 +326,10 @@ def test_whoever_waits_for_a_key_takes_no_place_from_a_reader_whose_key_is_there
     source = tcp(max_connections=2, silence_s=60.0, greet_s=60.0, expect_s=60.0)
     source.export(full("k", right, CHUNK))
     with ExitStack() as stack:
-        for _ in range(2 * MOST_STRANGERS):
+        for _ in range(2 * MAX_STRANGERS):
             stack.enter_context(dialled(source)).sendall(greeting(Hello("", "none", 0, 10**6, False)))
         assert read_all(tcp(), source.endpoint, "k", Target(right, CHUNK)) is None
-        assert source.statistics()["connections_open"] >= MOST_STRANGERS - 1, "they wait all the time"
+        assert source.statistics()["connections_open"] >= MAX_STRANGERS - 1, "they wait all the time"
         source.export(full("none", right, CHUNK))
         kit.until(lambda: source.statistics()["connections_open"] <= 2, "two find it, and the others no room")
 
@@ -345,9 +343,9 @@ def test_a_flood_from_one_address_takes_the_places_of_that_address() -> None:
         assert door.enter(wire, threading.current_thread())
         return wire
 
-    other, flood = enter("other"), [enter("flood") for _ in range(2 * MOST_STRANGERS - 1)]
+    other, flood = enter("other"), [enter("flood") for _ in range(2 * MAX_STRANGERS - 1)]
     assert not other.is_cut
-    assert sum(wire.is_cut for wire in flood) == MOST_STRANGERS
+    assert sum(wire.is_cut for wire in flood) == MAX_STRANGERS
     for wire in (other, *flood):
         wire.close()
 

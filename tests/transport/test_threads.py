@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from tensorhub.core.errors import Unavailable
+from tensorhub.protocol.errors import Unavailable
 from tensorhub.transport import threads
 from tensorhub.transport.threads import Thread, start
 

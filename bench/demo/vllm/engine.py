@@ -35,8 +35,8 @@ SETTINGS = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-MOST_TOKENS = 16
-MOST_AT_ONCE = 256  # answers
+MAX_TOKENS = 16
+MAX_AT_ONCE = 256  # answers
 LOOKED_AT = 4  # answers of a batch that the judge sees
 PATIENCE_S = 180.0  # for a trainer: it starts as slowly as the machine is busy
 
@@ -59,8 +59,8 @@ def start(path: str, seed: int) -> "LLM":
         dtype="float32",
         seed=seed,
         enforce_eager=True,
-        max_model_len=MOST_TOKENS,
-        max_num_seqs=MOST_AT_ONCE,
+        max_model_len=MAX_TOKENS,
+        max_num_seqs=MAX_AT_ONCE,
         distributed_executor_backend="uni",
         disable_log_stats=True,
     )

@@ -23,7 +23,7 @@ from ..logs import EventLog, now
 from ..parent import Parent
 from ..samples import Batch, Inbox
 from ..sharded import MODEL
-from ..trainer import MOST_GRADIENT, loss_of, take, tell_trained
+from ..trainer import MAX_GRADIENT, loss_of, take, tell_trained
 from .model import PUBLISHED, build, fingerprint, rounded
 
 RATE = 10 / 7  # of the plain demo's learning rate: found to suit this policy
@@ -89,7 +89,7 @@ class Training:
         started = time.monotonic()
         self._optimizer.zero_grad()
         torch.autograd.backward(loss_of(self._logits, [batches[dist.get_rank()]]))
-        torch.nn.utils.clip_grad_norm_(self._module.parameters(), MOST_GRADIENT)
+        torch.nn.utils.clip_grad_norm_(self._module.parameters(), MAX_GRADIENT)
         for group in self._optimizer.param_groups:
             group["lr"] = RATE * self._rate()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from tensorhub.core.errors import UsageError
+from tensorhub.protocol.errors import UsageError
 
 from ...demo.parent import ended_in_order
 from ...demo.processes import ProcessFailed

@@ -12,14 +12,13 @@ from collections.abc import Callable
 
 import msgspec
 
-from tensorhub.core.names import Digest
 from tensorhub.memory.digests import build_manifest
 from tensorhub.memory.fill import FillSink
 from tensorhub.memory.registration import Registration, register
+from tensorhub.protocol.names import Digest
 from tensorhub.runtime.config import worker_options
 from tensorhub.runtime.opening import make_transport
-from tensorhub.transport.base import Export, Transport
-from tensorhub.transport.progress import Progress
+from tensorhub.transport.base import Export, Progress, Transport
 
 from ..content import Tensors
 from .base import NotNow

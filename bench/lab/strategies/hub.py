@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import tensorhub
 from tensorhub import SessionLost, TransferError, Unavailable
-from tensorhub.core.snapshot import ReplicaView
+from tensorhub.protocol.status import ReplicaView
 
 from ..content import FUSED, Tensors, sizes_of
 from ..job import MODEL, Job

@@ -1,36 +1,53 @@
-"""`tensorhub doctor`: which transports work on this machine, at what rate, and what to do about those that do not.
-
-A transport that works is not always taken: a setting may leave it out, and NIXL has no advantage without its hardware.
-Then the doctor says so, and why.
-
-Whatever could hang or crash runs in a child with a deadline: two workers of its own that move 256 MiB over loopback for
-each transport, and the question to the reference server. The rest is read from files of the kernel.
-It must never: hang, change a setting, or need a reference server.
-"""
+"""`tensorhub doctor`: which transports work here, at what rate, and what this machine limits."""
 
 import json
 import os
+import platform
 import queue
+import resource
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
 
-from ..core.errors import UsageError
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ..protocol.errors import TensorHubError, UsageError
 from ..runtime.config import options_without_token, parse_address
-from ..transport import nixl_path
-from ..transport.choose import PREFERENCE
+from ..transport import sealed
+from ..transport.base import PREFERENCE
+from ..transport.local.memory import SCOPES, yama_scope
+from ..transport.native import build, load
+from ..transport.nixl import agent
+from .output import count_text, size_text
+
+# --- `tensorhub doctor`: which transports work on this machine, at what rate, and what to do about those that do not.
+#
+# A transport that works is not always taken: a setting may leave it out, and NIXL has no advantage without its
+# hardware.
+# Then the doctor says so, and why.
+#
+# Whatever could hang or crash runs in a child with a deadline: two workers of its own that move 256 MiB over loopback
+# for
+# each transport, and the question to the reference server. The rest is read from files of the kernel.
+# It must never: hang, change a setting, or need a reference server.
+
 
 SIZE_BYTES = 256 << 20  # 15 ms at the rate of memory, half a second at 4 Gbit/s
 DEADLINE_S = 20.0  # of one probe; the slowest start of Python with all imports takes 5 s on a machine under load
 ENDING_S = 1.0
 MARK = "tensorhub-doctor "  # before an answer: native libraries write to stdout as well
-MOST_LINE = 1 << 16
+MAX_LINE = 1 << 16
 
 USES = {
     "cuda": "two workers of one host, tensors on a GPU",
@@ -140,12 +157,11 @@ def check_server(address: str, token: str = "", *, named_by: str = "", deadline_
 
 def examine(server: str | None, token: str = "", *, named_by: str = "", size_bytes: int = SIZE_BYTES) -> Findings:
     """Everything, one after the other, so that no measurement disturbs another. `named_by` as in `check_server`."""
-    from .machine import machine_checks
 
     machine = machine_checks()
     if server is not None:
         machine.append(check_server(server, token, named_by=named_by))
-    named, nixl = options_without_token().transports, nixl_path.advantage()
+    named, nixl = options_without_token().transports, agent.advantage()
     checks = [with_choice(check_transport(name, size_bytes=size_bytes), named, nixl) for name in PREFERENCE]
     return Findings(sorted(checks, key=lambda check: [*named, *PREFERENCE].index(check.name)), machine)
 
@@ -214,7 +230,7 @@ class _Child:
         """In a thread, until its stdout ends: keep its answers, and let pass what libraries have to say."""
         assert self._process.stdout is not None
         with self._process.stdout as stdout:
-            while line := stdout.readline(MOST_LINE):
+            while line := stdout.readline(MAX_LINE):
                 _, _, said = line.partition(MARK)
                 with suppress(ValueError):
                     found = json.loads(said)
@@ -228,3 +244,250 @@ class _Child:
         self._stderr.seek(max(0, size_bytes - 4000))
         lines = self._stderr.read().decode(errors="replace").splitlines()
         return next((line for line in reversed(lines) if line.strip()), "")
+
+
+# --- What of this machine decides how fast weights move, read from the kernel's files. Starts nothing, changes
+# nothing.
+
+
+ENOUGH_FILES = 4096  # 64 readers and 64 sources, 2 descriptors each, and as much again for the engine
+ENOUGH_SHARED = 1 << 30
+CAP_SYS_PTRACE = 19
+
+
+def machine_checks() -> list[Check]:
+    """One line for each."""
+    checks: tuple[Callable[[], Check], ...] = (
+        _host,
+        _mover,
+        _reading,
+        _mapping,
+        _gpu,
+        _rdma,
+        _congestion,
+        _files,
+        _locked,
+        _shared,
+    )
+    found = []
+    for check in checks:
+        try:
+            found.append(check())
+        except (OSError, ValueError, TensorHubError) as error:
+            found.append(Check(check.__name__.strip("_"), "note", f"cannot be found out: {error}"))
+    return found
+
+
+def _text(path: str) -> str:
+    with suppress(OSError):
+        return Path(path).read_text().strip()
+    return ""
+
+
+def _names(path: str) -> list[str]:
+    with suppress(OSError):
+        return sorted(entry.name for entry in Path(path).iterdir())
+    return []
+
+
+def _status(name: str) -> str:
+    """A line of /proc/self/status."""
+    for line in _text("/proc/self/status").splitlines():
+        if line.startswith(f"{name}:"):
+            return line.partition(":")[2].strip()
+    return ""
+
+
+def _host() -> Check:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory_kib = next((line.split()[1] for line in _text("/proc/meminfo").splitlines() if "MemTotal" in line), "0")
+    memory = size_text(int(memory_kib) * 1024)
+    facts = f"{platform.system()} {platform.release()}, Python {platform.python_version()}, "
+    return Check("host", "good", facts + f"{count_text(cores, 'core')}, {memory}")
+
+
+def _mover() -> Check:
+    """Whether bytes move without the interpreter."""
+    found = load.library()
+    if found is not None:
+        return Check(
+            "native mover", "good", f"in use: bytes move without the interpreter, digests by {found.digest_way}"
+        )
+    remedy = f"{load.COST}; install a C compiler, then `python {build.HERE / 'build.py'}`, or install again"
+    if load.is_left_out():
+        remedy = f"{load.COST}; unset {load.VARIABLE}"
+    return Check("native mover", "note", f"Python moves the bytes: {load.why_not()}", remedy)
+
+
+def _reading() -> Check:
+    """Who may read this process's memory: what the local transport needs."""
+    scope, user = yama_scope(), os.geteuid() if hasattr(os, "geteuid") else -1
+    may_trace = bool(int(_status("CapEff") or "0", 16) >> CAP_SYS_PTRACE & 1)
+    parts = [f"user {user}", "may trace others" if may_trace else "may trace its own"]
+    parts.append("no Yama" if scope is None else f"Yama {scope} ({SCOPES.get(scope, 'unknown')})")
+    parts.append({"0": "no seccomp filter", "2": "a seccomp filter"}.get(_status("Seccomp"), "seccomp unknown"))
+    if scope == 1 and not may_trace:
+        remedy = "TENSORHUB_PTRACE=yes (the default) lets a worker permit it for itself"
+        return Check("reading memory", "note", ", ".join(parts), remedy)
+    if scope in (2, 3) and not may_trace:
+        remedy = "sysctl kernel.yama.ptrace_scope=1, or go on with tcp"
+        return Check("reading memory", "note", ", ".join(parts), remedy)
+    return Check("reading memory", "good", ", ".join(parts))
+
+
+def _mapping() -> Check:
+    """Whether readers of this host can map host copies."""
+    reason = sealed.why_not()
+    if not reason:
+        text = "host copies lie in sealed memfds, which local readers map"
+        if sealed.has_large_pages():
+            return Check("mapping memory", "good", f"{text}, in large pages")
+        remedy = "Linux 6.1 or later, the native mover, and no shmem_enabled=deny"
+        return Check("mapping memory", "note", f"{text}, in small pages, which cost its readers more", remedy)
+    text = f"host copies lie in ordinary memory, which local readers fetch with process_vm_readv: {reason}"
+    return Check("mapping memory", "note", text, "let the seccomp filter pass memfd_create; Linux 5.1 or later")
+
+
+def _gpu() -> Check:
+    devices = _names("/proc/driver/nvidia/gpus")
+    if not devices:
+        return Check("GPU", "absent", "no NVIDIA device: weights stay in host memory")
+    words = next(iter(_text("/proc/driver/nvidia/version").splitlines()), "").split()
+    driver = next((word for word in words if word[:1].isdigit()), "unknown")
+    text = f"{count_text(len(devices), 'NVIDIA device')}, driver {driver}"
+    if find_spec("cuda") is not None and find_spec("cuda.core") is not None:
+        return Check("GPU", "good", f"{text}; it hashes what lies on it, and copies from workers of this host, by cuda")
+    remedy = "pip install 'tensorhub[cuda]': then devices hash and copy at the rate of their memory"
+    return Check("GPU", "note", f"{text}; CUDA tensors are hashed and copied through host memory", remedy)
+
+
+def _rdma() -> Check:
+    devices = _names("/sys/class/infiniband")
+    if not devices:
+        return Check("RDMA", "absent", "no device in /sys/class/infiniband; between hosts it is tcp")
+    ports = [
+        f"{device}:{port} {_text(f'/sys/class/infiniband/{device}/ports/{port}/state').partition(': ')[2].lower()}"
+        for device in devices
+        for port in _names(f"/sys/class/infiniband/{device}/ports")
+    ]
+    is_active = any(port.endswith("active") for port in ports)
+    says = ", ".join(ports) or f"{', '.join(devices)}, without a port"
+    return Check("RDMA", "good" if is_active else "note", says, "" if is_active else "no port is active: see `ibstat`")
+
+
+def _congestion() -> Check:
+    default = _text("/proc/sys/net/ipv4/tcp_congestion_control")
+    available = _text("/proc/sys/net/ipv4/tcp_available_congestion_control").split()
+    if not default:
+        return Check("congestion control", "note", "unknown: no /proc/sys/net/ipv4")
+    says = f"the kernel's is {default}; available: {', '.join(available)}"
+    if "cubic" not in available:
+        remedy = "modprobe tcp_cubic: BBR paces a LAN down by a third"
+        return Check("congestion control", "note", says, remedy if default == "bbr" else "")
+    return Check("congestion control", "good", says + "; tcp asks for cubic")
+
+
+def _files() -> Check:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    says = f"{_limit(soft)} (at most {_limit(hard)})"
+    if soft != resource.RLIM_INFINITY and soft < ENOUGH_FILES:
+        return Check("open files", "note", says, f"ulimit -n {_limit(_least((ENOUGH_FILES, hard)))}")
+    return Check("open files", "good", says)
+
+
+def _locked() -> Check:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    says = "unlimited" if soft == resource.RLIM_INFINITY else size_text(soft)
+    if soft == resource.RLIM_INFINITY or not _names("/sys/class/infiniband"):
+        return Check("locked memory", "good", says + ("" if soft == resource.RLIM_INFINITY else "; matters for RDMA"))
+    return Check("locked memory", "note", says, "ulimit -l unlimited: RDMA pins what it registers")
+
+
+def _shared() -> Check:
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError as error:
+        return Check("shared memory", "note", f"no /dev/shm: {error.strerror}", "mount a tmpfs there: engines need it")
+    free = found.f_bavail * found.f_frsize
+    says = f"{size_text(free)} free of {size_text(found.f_blocks * found.f_frsize)}; not used by tensorhub itself"
+    return Check("shared memory", "good" if free >= ENOUGH_SHARED else "note", says)
+
+
+def _least(values: Iterable[int]) -> int:
+    return min(value for value in values if value != resource.RLIM_INFINITY)
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else str(value)
+
+
+# --- The doctor's findings on one screen: the transports, what of the machine is worth a word, and the verdict.
+
+
+MARKS = {"good": ("ok", "green"), "note": ("note", "yellow"), "bad": ("bad", "red"), "absent": ("absent", "dim")}
+OFF, NO, NOT_NEEDED = ("off", "dim"), ("no", "yellow"), ("no", "dim")
+
+
+def draw_findings(found: Findings, *, is_long: bool = False) -> RenderableType:
+    """`is_long`: a line also for each thing that is well."""
+    gap = Text("")
+    return Group(_transports(found.transports), gap, _machine(found.machine, is_long), gap, _verdict(found))
+
+
+def _transports(checks: list[TransportCheck]) -> Table:
+    table = _table("transport", "for what, and how", rate="rate")
+    for check in checks:
+        mark, style = _mark(check)
+        rate = f"{size_text(check.rate_bytes_per_s)}/s" if check.works else ""
+        about = "; ".join(part for part in (check.path, check.reason) if part)
+        table.add_row(check.name, Text(mark, style=style), rate, _with_remedy(f"{check.use}: {about}", check.remedy))
+    return table
+
+
+def _mark(check: TransportCheck) -> tuple[str, str]:
+    if check.works:
+        return MARKS["good"] if check.is_taken else OFF
+    if not check.is_taken:
+        return NOT_NEEDED
+    return NO if check.name != "tcp" else MARKS["bad"]  # what remains where nothing else can be
+
+
+def _machine(checks: list[Check], is_long: bool) -> Table:
+    """What is well needs no line of its own; what is not has one, with its remedy."""
+    table = _table("machine", "what it has")
+    well = [] if is_long else [check for check in checks if check.state == "good"]
+    for check in checks:
+        if check not in well:
+            mark, style = MARKS[check.state]
+            table.add_row(check.name, Text(mark, style=style), _with_remedy(check.says, check.remedy))
+    if well:
+        table.add_row("the rest", Text(*MARKS["good"]), Text(", ".join(check.name for check in well)))
+    return table
+
+
+def _table(name: str, rest: str, *, rate: str = "") -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, expand=True)
+    table.add_column(name, min_width=9, no_wrap=True)
+    table.add_column("", min_width=6, no_wrap=True)
+    if rate:
+        table.add_column(rate, min_width=9, no_wrap=True, justify="right")
+    table.add_column(rest, ratio=1, overflow="fold")
+    return table
+
+
+def _with_remedy(says: str, remedy: str) -> Text:
+    text = Text(says)
+    if remedy:
+        text.append("\n  → ", style="bold").append(remedy, style="cyan")
+    return text
+
+
+def _verdict(found: Findings) -> Text:
+    best = next((check for check in found.transports if check.works and check.is_taken), None)  # in the order of choice
+    if best is None:
+        return Text("No transport works that may be taken: workers here cannot move weights.", style="bold red")
+    text = Text(f"Two workers of this machine take {best.name}", style="bold")
+    text.append(f", {size_text(best.rate_bytes_per_s)}/s with every chunk verified. ", style="not bold")
+    if not found.is_well:
+        text.append("Mend what is marked bad first.", style="red")
+    return text

@@ -16,16 +16,14 @@ import time
 from collections.abc import Callable, Sequence
 from ctypes import addressof, c_char
 
-from ..core.errors import CorruptTransfer, TensorHubError
-from ..core.manifest import DIGEST_BYTES, chunk_count
 from ..memory.digests import Hashing, digest
-from ..memory.host import HostStream, Piece
+from ..memory.streams import HostStream, Piece
+from ..protocol.errors import CorruptTransfer, TensorHubError
+from ..protocol.manifest import DIGEST_BYTES, chunk_count
 from ..runtime.config import options_without_token, worker_options
 from ..runtime.opening import make_transport
-from ..transport.base import ByteStream, Export, Terms, Transport
-from ..transport.nixl_probe import Probe
-from ..transport.progress import Progress
-from ..transport.waiting import read_to_end
+from ..transport.base import ByteStream, Export, Progress, Terms, Transport, read_to_end
+from ..transport.nixl.probe import Probe
 from .doctor import MARK
 
 KEY = "doctor"

@@ -19,13 +19,11 @@ from collections.abc import Iterator
 import typer
 
 from ..transport.threads import Thread, start
-from .errors import OutputFailed
-from .streams import descriptor_of, fill_the_first_three, lead_nowhere
-from .words import plain_text
+from .output import OutputFailed, descriptor_of, fill_the_first_three, lead_nowhere, plain_text
 
 _log = logging.getLogger(__name__)
 
-MOST_WAITING_BYTES = 4 << 20  # some 30,000 lines: all that a version costs the largest fleet
+MAX_WAITING_BYTES = 4 << 20  # some 30,000 lines: all that a version costs the largest fleet
 PIECE_BYTES = 1 << 16  # written at a stretch
 END_S = 0.5  # at the end, for what still waits
 FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
@@ -75,7 +73,7 @@ class WaitingLog(logging.Handler):
         with self._has_news:
             if self._is_over:
                 return
-            if self._waiting_bytes + len(line) > MOST_WAITING_BYTES:
+            if self._waiting_bytes + len(line) > MAX_WAITING_BYTES:
                 self._dropped += 1
                 return
             self._confess()

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .bounds import between
-from .errors import ErrorsAreLines
+from .output import ErrorsAreLines, between
 
 app = ErrorsAreLines(
     no_args_is_help=True,
@@ -126,8 +125,8 @@ def status(
     from rich.console import Console
 
     from .. import connect
-    from ..core.errors import VersionUnavailable
-    from .draw import draw_status, status_json
+    from ..protocol.errors import VersionUnavailable
+    from .status import draw_status, status_json
 
     view = connect(server, token=_token_in(token_file), timeout=PATIENCE_S)
     found = view.status(model=model)
@@ -155,8 +154,8 @@ def watch(
     from rich.console import Console
 
     from .. import connect
-    from .live import Watcher
-    from .live import watch as watch_with
+    from .status import Watcher
+    from .status import watch as watch_with
 
     with suppress(KeyboardInterrupt):
         view = connect(server, token=_token_in(token_file), timeout=PATIENCE_S)
@@ -182,9 +181,8 @@ def doctor(
     """Show which transports work on this machine, at what rate, and what to do about those that do not."""
     from rich.console import Console
 
-    from .doctor import examine
-    from .doctor_draw import draw_findings
-    from .leaving import shown
+    from .doctor import draw_findings, examine
+    from .output import shown
 
     source = context.get_parameter_source("server")
     named_by = "TENSORHUB_SERVER" if source is not None and source.name == "ENVIRONMENT" else ""

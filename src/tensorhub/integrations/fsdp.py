@@ -33,8 +33,8 @@ import tensorhub
 
 from ..steps import check_metadata, check_step, longest_s, seconds_of, state_of_module
 from .checkpoint_names import Names, as_checkpoint
-from .newest import of_view
 from .ranks import Ranks
+from .whole import of_view
 
 if TYPE_CHECKING:
     import torch

@@ -24,7 +24,7 @@ from torchft.checkpointing.transport import CheckpointTransport
 
 import tensorhub
 
-from .trees import pack, unpack
+from .state_dicts import pack, unpack
 
 TREE = "tree"  # the name of the tensor that says where the others belong
 TRIES = 1 << 20  # of one step

@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 import tensorhub
 
 from . import fsdp
-from .staged import StagedPublisher
+from .state_dicts import StagedPublisher
 from .vllm import Updater
 from .vllm import attach as attach_engine
 

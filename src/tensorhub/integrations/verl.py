@@ -25,9 +25,9 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 import tensorhub
 from tensorhub import aio
 
-from .newest import of_view
 from .ray import placed
-from .staged import StagedPublisher
+from .state_dicts import StagedPublisher
+from .whole import of_view
 
 Role = dict[str, list[Any]]
 OWN = ("replica", "shard", "shards", "reliable")

@@ -29,8 +29,8 @@ from typing import Any
 
 import tensorhub
 
-from .newest import latest, newest_version, of_view
 from .vllm_engines import NOTHING, WAIT_S, Engine, engine_of
+from .whole import latest, newest_version, of_view
 
 BACKEND = "tensorhub"
 

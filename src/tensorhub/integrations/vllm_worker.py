@@ -1,38 +1,451 @@
-"""The half of `integrations.vllm` that lives in each of vLLM's ranks. Only vLLM imports it, and it imports vLLM.
-
-`start_weight_update` does nothing, `update_weights` fetches, `finish_weight_update` loads: vLLM calls each of them on
-all ranks before it goes on to the next. There are two ways to do it: `Reload` fetches whole tensors to the host, and
-has vLLM load them; `InPlace` reads over the parameters that vLLM computes with.
-
-`init_transfer_engine` joins, and answers what the driver asks: whether these ranks, all of them, have a version. It is
-the only call that may raise, and one rank raises for all.
-"""
+"""The half of the vLLM integration that runs in each of vLLM's ranks."""
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import wraps
 from typing import Any
 
 import torch
-from vllm.config import set_current_vllm_config
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.parallel_state import get_world_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS, SKIP_MODULES, SKIP_TENSORS, to_meta_tensor
+from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 import tensorhub
 
-from .newest import newest_version, of_view
+from . import vllm_plan
 from .vllm import BACKEND
 from .vllm_engines import NOTHING, WAIT_S
-from .vllm_in_place import InPlace
-from .vllm_plan import Published, refuse_unused
-from .vllm_reload import Reload
-from .whole import Whole, layout_of_whole
+from .vllm_plan import PROCESSED, Published, Taken, planned, refuse, refuse_unused
+from .whole import Whole, layout_of_whole, newest_version, of_view
+
+# --- In place: the trainer's shards are read over the parameters that vLLM computes with.
+#
+# Which part of what goes where the model's own `load_weights` tells (`vllm_plan`). So nothing is staged, gathered or
+# loaded, and all ranks of an engine are the shards of one replica, which engines with any number of ranks read from.
+#
+# That is only right where parameters are what vLLM computes with. Packed, quantized and absorbed ones are told by vLLM
+# itself: its processing after a load is begun once more, and whatever it would touch is refused by name, untouched.
+
+
+LEAVE_IN_PLACE_S = 1.0  # for what has never held anything
+ONCE = "_already_called_process_weights_after_loading"  # vLLM's mark for layers that it must not process twice
+
+
+class InPlace:
+    """One rank of an engine: a shard of a replica, over the model's own parameters."""
+
+    weights: "tensorhub.Weights | None" = None
+    published: "Published | None" = None  # what it was planned for
+    taken: Taken
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        dtype: torch.dtype,
+        layout: "Callable[[float | None, int | str], Published]",
+        name: str,
+        **where: Any,
+    ) -> None:
+        """`layout` tells within a time what a version is made of: `View.layout`.
+
+        Raises `UsageError` naming a parameter that cannot be read in place.
+        """
+        if wrong := processed(model, dtype):
+            refuse(wrong)
+        self._model, self._layout, self._name, self._where = model, layout, name, where
+        self._timeout: float | None = None
+
+    def join(self, timeout: float | None) -> None:
+        """Become a shard of the replica, without a version as yet. What goes where, what is published now tells."""
+        if self.weights is not None:
+            return
+        published = self._layout(timeout, "latest")
+        plan = planned(self._model, published.tensors, published.tied)
+        mine = {box.name for boxes in plan.boxes.values() for box in boxes}
+        others = any(tensor.name not in mine for tensor in published.tensors)  # which other ranks have
+        is_reliable = bool(self._where.get("reliable"))  # only then it keeps copies, which others may rely on
+        options = {"reliable": is_reliable, **({} if is_reliable else {"host_bytes": 0}), **self._where}
+        weights = tensorhub.open(self._name, **options)
+        try:
+            weights.register(plan.tensors, boxes=plan.boxes, partial=published.is_partial or others)
+        except BaseException:  # else the next fetch could not join, and would say only that
+            weights.close(timeout=LEAVE_S)
+            raise
+        self.weights, self.published, self.taken = weights, published, plan.taken
+
+    def fetch(self, version: int, timeout: float | None) -> None:
+        """Nothing moves yet: what is there is what vLLM computes with. Raises if it never comes, or is unfit."""
+        self.join(timeout)
+        assert self.weights is not None
+        self.weights.wait_for(version, timeout=timeout)
+        published = self._layout(timeout, version)
+        if published != self.published:
+            self.taken = planned(self._model, published.tensors, published.tied).taken
+            self.published = published
+        self._timeout = timeout
+
+    def load(self, version: int) -> None:
+        """Read it, verified, over the one before."""
+        assert self.weights is not None, "fetched before"
+        found = self.weights.update(version, timeout=self._timeout)
+        if found != version:
+            raise tensorhub.UsageError(f"version {version} was asked for, and {found} is held already")
+
+    def holds(self, version: int | None) -> bool:
+        """Whether that is what the parameters are, whole."""
+        return version is not None and self.weights is not None and self.weights.version == version
+
+    def close(self, timeout: float) -> None:
+        """Stop being a shard of the replica. The parameters stay as they are, and the next `fetch` joins again."""
+        weights, self.weights = self.weights, None
+        if weights is not None:
+            weights.close(timeout=timeout)
+
+
+def processed(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, str]:
+    """The parameters that vLLM makes something else of after it has loaded them, and how that shows."""
+    found = dict(model.named_parameters())
+    names = {id(parameter): name for name, parameter in found.items()}
+    wrong = {name: PROCESSED for name, parameter in found.items() if not parameter.numel()}
+    for at, layer in model.named_modules():
+        prefix = f"{at}." if at else ""
+        before, _ = get_layerwise_info(layer).restore_metadata
+        for name, meta in before.items():
+            now = getattr(layer, name, None)
+            if now is None or (now.shape, now.dtype, now.stride()) != (meta.shape, meta.dtype, meta.stride()):
+                wrong[names.get(id(now), prefix + name)] = PROCESSED
+        if hasattr(layer, ONCE):
+            wrong |= {prefix + name: PROCESSED for name, _ in layer.named_parameters(recurse=False)}
+    if wrong:
+        return wrong
+    for _, layer in model.named_modules():
+        method = getattr(layer, "quant_method", None)
+        watched = _Watching(found)
+        with watched.until_touched():
+            if isinstance(method, QuantizeMethodBase):
+                method.process_weights_after_loading(layer)
+                if (kernel := getattr(method, "moe_kernel", None)) is not None:  # not called again by the method
+                    kernel.fused_experts.process_weights_after_loading(layer)
+            elif is_deferred_attention_layer(layer):
+                layer.process_weights_after_loading(dtype)
+            elif layer is model and hasattr(model, "process_weights_after_loading"):
+                model.process_weights_after_loading()
+        wrong |= {name: f"vLLM's processing after a load reads it ({how})" for name, how in watched.touched.items()}
+    moved = [name for name, parameter in model.named_parameters() if parameter is not found.get(name)]
+    return wrong | dict.fromkeys(moved, PROCESSED)
+
+
+class _Touched(BaseException):
+    """Ends what vLLM has begun, before it has done anything; no `except Exception` of its may keep it."""
+
+
+class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Stops the first operation on the memory of a parameter that is not a mere view of it."""
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names = {each.untyped_storage().data_ptr(): name for name, each in parameters.items()}
+        self.touched: dict[str, str] = {}
+
+    @contextmanager
+    def until_touched(self) -> Iterator[None]:
+        """A block that ends where a parameter is touched."""
+        try:
+            with self, _WatchingCalls(self), torch.no_grad():
+                yield
+        except _Touched:
+            pass
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: "Mapping[str, Any] | None" = None
+    ) -> Any:
+        if func.overloadpacket.__name__ == "copy_" and _is_same(args[0], args[1]):
+            return args[0]
+        if not func.is_view:
+            self.look(func.overloadpacket.__name__, (args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+    def look(self, operation: str, given: object) -> None:
+        """Raises `_Touched` if what an operation is given is memory of a parameter."""
+        for each in torch.utils._pytree.tree_leaves(given):
+            if isinstance(each, torch.Tensor) and not each.is_meta and each.numel():
+                name = self._names.get(each.untyped_storage().data_ptr())
+                if name is not None:
+                    self.touched[name] = operation
+                    raise _Touched(name)
+
+
+class _WatchingCalls(TorchFunctionMode):
+    """Sees operations of other libraries when they are called: the dispatcher hides those that are "composite".
+
+    26 of the 50 in vLLM 0.32's library for CPUs are, among them the one that packs a linear layer.
+    """
+
+    def __init__(self, watching: _Watching) -> None:
+        super().__init__()
+        self._watching = watching
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: "Mapping[str, Any] | None" = None
+    ) -> Any:
+        if isinstance(func, OpOverload | OpOverloadPacket) and not str(func).startswith(("aten.", "prims.")):
+            self._watching.look(str(func), (args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether a copy of one into the other changes nothing."""
+    places = [(each.data_ptr(), each.shape, each.stride(), each.dtype) for each in (one, other) if not each.is_meta]
+    return len(places) == 2 and places[0] == places[1]
+
+
+# --- The way that suits every model: whole tensors are fetched to the host, and vLLM loads them.
+#
+# Each of vLLM's ranks is a replica of its own, which serves what it has on the host, also while vLLM computes. vLLM's
+# layerwise reload fuses, cuts and processes for the rank, and keeps every address. It is given a copy of each tensor,
+# one
+# after the other: loaders may change what they are given, and others read what is on the host.
+#
+# Before a version is fetched, `vllm_plan` follows the model's `load_weights` into the parameters as they were before
+# vLLM
+# processed them, without memory. What of the engine comes from nowhere, or of the version goes nowhere, is refused by
+# name. vLLM itself notes only a layer into which nothing came; and what `load_weights` copies into a parameter past its
+# own `weight_loader`, vLLM's reload loses.
+#
+# It must never: let an engine compute with parameters to which the version has brought nothing, random ones
+# (`load_format="dummy"`) or those of a version before, or let a loader write what is published.
+
+
+LEAVE_RELOAD_S = 1.0  # for what has never held anything
+VLLMS = "online_process_loader"  # the name of what vLLM puts in place of a `weight_loader` while it reloads
+
+
+class Reload:
+    """One rank of an engine."""
+
+    published: "Published | None" = None  # what it was planned for
+    taken: Taken
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        config: VllmConfig,
+        device: torch.device,
+        whole: Whole,
+        chosen: "Callable[[Any], Published]",
+    ) -> None:
+        """`chosen`: what is to be loaded of a layout."""
+        self._model, self._model_config, self._device = model, config.model_config, device
+        self.whole, self._chosen = whole, chosen
+        self._is_loaded = False  # what is on the host, as it lies there
+
+    @property
+    def weights(self) -> "tensorhub.Weights | None":
+        """What serves them."""
+        return self.whole.weights
+
+    def join(self, timeout: float | None) -> None:
+        """Become a replica, without a version as yet. Raises `UsageError` if the engine cannot load what there is."""
+        was_here = self.weights is not None
+        self.whole.join(timeout=timeout)
+        published = self._chosen(self.whole.layout)
+        if published == self.published:
+            return
+        try:
+            with self._device, before_processing(self._model) as reload:
+                self.taken = planned(self._model, published.tensors, published.tied, reload).taken
+        except BaseException:  # else the next one would be expected to be made of these tensors
+            if not was_here:
+                self.whole.close(timeout=LEAVE_S)
+            raise
+        self.published = published
+
+    def fetch(self, version: int, timeout: float | None) -> None:
+        """To the host. vLLM computes with the version before. What is made of other tensors is refused by name."""
+        self.join(timeout)
+        if self.whole.version != version:  # the number alone does not tell: another job may have begun with it anew
+            self._is_loaded = False
+        found = self.whole.update(version, timeout=timeout)
+        if found != version:
+            raise tensorhub.UsageError(f"{version} was asked for, and {self.whole.replica} holds {found} already")
+
+    def load(self, version: int) -> None:
+        """Over the version before. A load that fails leaves a mixture, which the next one mends."""
+        assert self.published is not None, "fetched before"
+        self._is_loaded = False
+        if self._device.type == "cpu":
+            _forget_kernels_of_experts(self._model)
+        names = {tensor.name for tensor in self.published.tensors}
+        layers, tied = _Layers(self._model), _tied(self._model)
+        try:
+            with self._device, torch.no_grad():
+                initialize_layerwise_reload(self._model)
+                self._model.load_weights(each for each in self.whole.copies() if each[0] in names)  # type: ignore[operator]
+                again = [layer for layer in tied if _is_passed_by(layer)]
+                finalize_layerwise_reload(self._model, self._model_config)
+                for layer in again:
+                    method = getattr(layer, "quant_method", None)
+                    if isinstance(method, QuantizeMethodBase):
+                        method.process_weights_after_loading(layer)
+        except BaseException:  # else vLLM would go on with this load when the next one begins
+            layers.put_back()
+            for layer in self._model.modules():
+                get_layerwise_info(layer).reset()
+            raise
+        self._is_loaded = True
+
+    def holds(self, version: int | None) -> bool:
+        """Whether that is on the host, and loaded from there. After a load that has failed nothing is."""
+        return self._is_loaded and version is not None and self.whole.version == version
+
+    def close(self, timeout: float) -> None:
+        """Stop being a replica, and free its host memory. The next `fetch` joins again.
+
+        What that brings counts as new, also under the number that is loaded now: it may be another job's.
+        """
+        self._is_loaded = False
+        self.whole.close(timeout=timeout)
+
+
+class _Layers:
+    """What the layers of a model are, to be put back: parameters, buffers and other values, not what is in them."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._were = []
+        for layer in model.modules():
+            values = {name: each for name, each in vars(layer).items() if not callable(each)}
+            tensors = {"_parameters": {**layer._parameters}, "_buffers": {**layer._buffers}}
+            values.update(tensors, _non_persistent_buffers_set={*layer._non_persistent_buffers_set})
+            self._were.append((layer, values))
+
+    def put_back(self) -> None:
+        for layer, values in self._were:
+            vars(layer).update(values)
+
+
+@contextmanager
+def before_processing(model: torch.nn.Module) -> "Iterator[vllm_plan.Reload]":
+    """A block in which parameters and buffers are what vLLM's reload loads into, and nothing can be written."""
+    layers, inside = _Layers(model), [0]
+    same, optional = _names(model)
+    try:
+        if hasattr(model, "_do_torchao_reload"):  # else its load_weights would begin a reload by itself
+            model._do_torchao_reload = False  # type: ignore[assignment]
+        for layer in model.modules():
+            if type(layer).__name__ not in SKIP_MODULES:
+                _put_before(layer, inside)
+        yield vllm_plan.Reload(lambda: inside[0] > 0, same, optional)
+    finally:
+        layers.put_back()
+
+
+def _put_before(layer: torch.nn.Module, inside: list[int]) -> None:
+    """The layer's tensors as they were before vLLM processed them; those that its reload leaves alone stay."""
+    before = get_layerwise_info(layer).restore_metadata
+    for kind, metas in zip(("_parameters", "_buffers"), before, strict=True):
+        made = {name: each for name, each in vars(layer)[kind].items() if each is None or name in SKIP_TENSORS}
+        for name, meta in metas.items():
+            if name not in SKIP_TENSORS:
+                made[name] = restore_layer_refs(to_meta_tensor(meta), layer)
+                loader = getattr(made[name], "weight_loader", default_weight_loader)
+                while loader.__name__ == VLLMS:
+                    loader = loader.__wrapped__
+                made[name].weight_loader = _noted(loader, inside)
+                vars(layer).pop(name, None)
+        vars(layer)[kind] = made
+
+
+def _noted(loader: Callable[..., Any], inside: list[int]) -> Callable[..., Any]:
+    """The loader, and that it runs: what it copies vLLM's reload copies as well."""
+
+    @wraps(loader)
+    def load(*args: Any, **kwargs: Any) -> Any:
+        inside[0] += 1
+        try:
+            return loader(*args, **kwargs)
+        finally:
+            inside[0] -= 1
+
+    return load
+
+
+def _names(model: torch.nn.Module) -> tuple[dict[str, str], frozenset[str]]:
+    """The first name of each parameter that has several; and parameters that vLLM does without."""
+    first: dict[int, str] = {}
+    same: dict[str, str] = {}
+    optional: set[str] = set()
+    for at, layer in model.named_modules():
+        before, _ = get_layerwise_info(layer).restore_metadata  # vLLM drops some of them when it has used them
+        for name in {**before, **layer._parameters}:
+            full, parameter = f"{at}.{name}" if at else name, layer._parameters.get(name)
+            if parameter is not None:
+                same[full] = first.setdefault(id(parameter), full)
+            if name in SKIP_LOAD_TENSORS or is_deferred_attention_layer(layer):
+                optional.add(full)
+    return same, frozenset(optional)
+
+
+def _tied(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Layers whose parameters are all of other layers, such as a tied head."""
+    seen: set[int] = set()
+    found = []
+    for layer in model.modules():
+        mine = {id(each) for each in layer.parameters(recurse=False)}
+        if mine and mine <= seen:
+            found.append(layer)
+        seen |= mine
+    return found
+
+
+def _is_passed_by(layer: torch.nn.Module) -> bool:
+    """True while a reload has brought nothing to it: vLLM then does not process it.
+
+    Where it computes with a processed copy, as on CPUs, that would stay the one of the version before.
+    """
+    info = get_layerwise_info(layer)
+    return info.can_load() and not info.load_numel
+
+
+def _forget_kernels_of_experts(model: torch.nn.Module) -> None:
+    """So that vLLM makes them anew while it loads.
+
+    vLLM 0.32 packs experts for CPUs only when it makes their kernels: after a load that keeps them it computes with
+    unpacked weights as if they were packed. On GPUs captured graphs hold the kernels, which stay.
+    """
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None  # type: ignore[union-attr]
+
+
+# --- The half of `integrations.vllm` that lives in each of vLLM's ranks. Only vLLM imports it, and it imports vLLM.
+#
+# `start_weight_update` does nothing, `update_weights` fetches, `finish_weight_update` loads: vLLM calls each of them on
+# all ranks before it goes on to the next. There are two ways to do it: `Reload` fetches whole tensors to the host, and
+# has vLLM load them; `InPlace` reads over the parameters that vLLM computes with.
+#
+# `init_transfer_engine` joins, and answers what the driver asks: whether these ranks, all of them, have a version. It
+# is
+# the only call that may raise, and one rank raises for all.
+
 
 logger = logging.getLogger("vllm.tensorhub")  # below vLLM's own, so that it is written where vLLM writes
 LEAVE_S = 5.0

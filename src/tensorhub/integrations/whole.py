@@ -1,28 +1,65 @@
-"""A model in one process, in whole tensors, however its publisher has cut it.
+"""A model in one process, in whole tensors, however its publisher has cut it."""
 
-    with Whole("policy", replica="rollout-0") as policy:
-        policy.update("latest")
-        model.load_state_dict(dict(policy))
-
-Rules:
-1. It is one worker over memory of its own, which it keeps: so this replica serves what it has to others. Tensors are
-   sorted by name: replicas of whole tensors are of one layout.
-2. What the whole is, boxes say: `fsdp.attach` publishes with them, and so does `register(module, boxes={})`.
-
-It must never: guess how shards without boxes belong together.
-"""
-
+import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from math import inf
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import tensorhub
 
-from .newest import of_view
-
 if TYPE_CHECKING:
     import torch
+
+
+# --- Which version an engine is to take: the newest that there is, for which it waits at first.
+
+
+SILENT_S = 5.0  # that it waits is said then
+
+_log = logging.getLogger("vllm.tensorhub.newest")  # below vLLM's own, which writes it
+
+
+def of_view(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the options of `open` that `connect` takes too."""
+    return {name: options[name] for name in ("server", "token", "insecure") if name in options}
+
+
+def latest(view: "tensorhub.View", model: str) -> int | None:
+    """The newest version that there is now."""
+    return next((each.version for each in view.versions(model) if each.is_latest), None)
+
+
+def newest_version(view: "tensorhub.View", model: str, deadline: float) -> int:
+    """The newest version that there is. Waits for a first one. Raises `VersionUnavailable` at the deadline."""
+    says_so_at = time.monotonic() + SILENT_S
+    while True:
+        found = latest(view, model)
+        if found is not None:
+            return found
+        now = time.monotonic()
+        if now >= deadline:
+            raise tensorhub.VersionUnavailable(f"{model} has no version yet", hint="is the trainer there?")
+        if now >= says_so_at:
+            _log.warning("%s has no version yet: waiting for its trainer to publish one", model)
+            says_so_at = inf
+        time.sleep(0.2)
+
+
+# --- A model in one process, in whole tensors, however its publisher has cut it.
+#
+#     with Whole("policy", replica="rollout-0") as policy:
+#         policy.update("latest")
+#         model.load_state_dict(dict(policy))
+#
+# Rules:
+# 1. It is one worker over memory of its own, which it keeps: so this replica serves what it has to others. Tensors are
+#    sorted by name: replicas of whole tensors are of one layout.
+# 2. What the whole is, boxes say: `fsdp.attach` publishes with them, and so does `register(module, boxes={})`.
+#
+# It must never: guess how shards without boxes belong together.
+
 
 WAIT_S = 300.0
 POLL_S = 0.2  # for a first version of the model, whose tensors nobody can know before

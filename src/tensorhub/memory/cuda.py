@@ -25,18 +25,17 @@ from functools import cache
 
 import torch
 
-from ..core.errors import TransferError, TransportMissing, UsageError
-from ..transport.captures import beside_captures
+from ..protocol.errors import TransferError, TransportMissing, UsageError
 from ..transport.on_device import Landing, Opened, RingMemory, Shared
-from ..transport.parcels import Parcels, Scatter
-from ..transport.vectors import Addresses
-from . import cuda_device, guarded
+from ..transport.rows import Parcels, Scatter
+from ..transport.threads import beside_captures
+from ..transport.views import Addresses
+from . import cuda_device
+from . import streams as guarded
 from .cuda_device import recorded, stream_of, wait_for
 from .digests import digest
-from .guarded import Freed
-from .host import Piece, host_view
-from .pinned import CudaRegistrar
-from .staging import Copy, StagedStream, StagingRing
+from .host_copies import CudaRegistrar
+from .streams import Copy, Freed, Piece, StagedStream, StagingRing, host_view
 from .xxh3 import Chunks, NoRoom, Spans
 
 MANY_PIECES = 16  # of a block: from here on two copies and a few kernels cost less than a copy for each

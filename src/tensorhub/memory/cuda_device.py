@@ -28,10 +28,9 @@ import numpy as np
 import torch
 import xxhash
 
-from ..core.errors import TransferError
-from ..transport.captures import beside_captures
-from ..transport.parcels import Parcels, Scatter
-from ..transport.scopes import scope
+from ..protocol.errors import TransferError
+from ..transport.rows import Parcels, Scatter
+from ..transport.threads import beside_captures, scope
 from .landing import Landing, row_table
 from .xxh3 import LEAST_BYTES, THREADS, Chunks, NoRoom, Spans, digests
 

@@ -23,13 +23,12 @@ from typing import Annotated, Any
 import msgspec
 import torch
 
-from ..core.decoding import Undecodable, decoded
-from ..core.errors import TransportMissing
-from ..transport.captures import beside_captures
+from ..protocol.errors import TransportMissing
+from ..protocol.names import Undecodable, decoded
 from ..transport.on_device import Shared
-from ..transport.scopes import scope
+from ..transport.threads import beside_captures, scope
 from .cuda_device import stream_of
-from .host import Piece
+from .streams import Piece
 from .xxh3 import Spans
 
 _log = logging.getLogger(__name__)

@@ -24,13 +24,13 @@ from typing import Literal, Protocol, runtime_checkable
 
 import xxhash
 
-from ..core.errors import LayoutMismatch, UsageError
-from ..core.manifest import DIGEST_BYTES, Layout, Manifest, chunk_count
-from ..transport.base import MOST_MANIFEST_BYTES, ByteStream
-from .guarded import Freed, addresses_of, parts, room_for
-from .in_place import some
+from ..protocol.errors import LayoutMismatch, UsageError
+from ..protocol.manifest import DIGEST_BYTES, Layout, Manifest, chunk_count
+from ..transport.base import MAX_MANIFEST_BYTES, ByteStream
+from .describe import some
 from .parallel import in_parallel
 from .registration import Registration
+from .streams import Freed, addresses_of, parts, room_for
 
 Verify = Literal["full", "none"]
 
@@ -109,7 +109,7 @@ def build_manifest(
 def check_length(registration: Registration, chunk_bytes: int, verify: Verify) -> None:
     """Raises `UsageError` if so many chunks have too long a manifest: before they are hashed, not after."""
     count = chunk_count(registration.size_bytes, chunk_bytes)
-    most = (MOST_MANIFEST_BYTES - MANIFEST_HEAD_BYTES) // DIGEST_BYTES
+    most = (MAX_MANIFEST_BYTES - MANIFEST_HEAD_BYTES) // DIGEST_BYTES
     if verify == "full" and count > most:
         least = -(-registration.size_bytes // most)
         raise UsageError(

@@ -1,15 +1,4 @@
-"""Tensors in memory that readers on the same host can map, so that what is published from them is copied from there.
-
-They are ordinary writable tensors, whose memory lies in sealed memfds (`transport.sealed`), each from the beginning of
-a page on. Many tensors lie in few such *arenas*, because a reader maps a few regions only. An arena is twice as large
-as the one before it; what was not given out yet takes no memory. A tensor has its large pages at once, where the kernel
-has such and there is room; the rest of its pages are there when they are written.
-
-The promise of a publisher is as ever: it writes to them only after `unpublish()`. Whatever it does, a reader takes no
-byte that has not the digest which was announced.
-
-Never: hand out the same bytes twice, or memory that may be frozen.
-"""
+"""Tensors in memory that readers of this host can map, and tensors for a layout that another process registered."""
 
 import contextlib
 import math
@@ -18,14 +7,16 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
-from ..core.errors import HostMemoryFull, UsageError
+from ..protocol.errors import HostMemoryFull, Unavailable, UsageError
+from ..protocol.manifest import Layout, TensorSpec, item_bytes
 from ..transport.sealed import HUGE_BYTES, Sealed, Unmappable
-from .host import host_view
+from .describe import NUMPY_KINDS
 from .room import SPARE_BYTES, STEP_BYTES, room
+from .streams import host_view
 from .torch_here import loaded_torch, outside_modes, seen_torch, what_helps
 
 if TYPE_CHECKING:
@@ -33,10 +24,31 @@ if TYPE_CHECKING:
     import torch
 
     type_of_array = torch.Tensor | np.ndarray[Any, np.dtype[Any]]
+    import numpy as np
+    import torch
+
+    from .registration import type_of_tensor
+
+
+# --- Tensors in memory that readers on the same host can map, so that what is published from them is copied from
+# there.
+#
+# They are ordinary writable tensors, whose memory lies in sealed memfds (`transport.sealed`), each from the beginning
+# of
+# a page on. Many tensors lie in few such *arenas*, because a reader maps a few regions only. An arena is twice as large
+# as the one before it; what was not given out yet takes no memory. A tensor has its large pages at once, where the
+# kernel
+# has such and there is room; the rest of its pages are there when they are written.
+#
+# The promise of a publisher is as ever: it writes to them only after `unpublish()`. Whatever it does, a reader takes no
+# byte that has not the digest which was announced.
+#
+# Never: hand out the same bytes twice, or memory that may be frozen.
+
 
 ARENA_BYTES = 1 << 30  # the first one: eight of them, as many as a reader maps, have 255 GiB
-MOST_DIMENSIONS = 64  # as torch
-MOST_BYTES = 1 << 46
+MAX_DIMENSIONS = 64  # as torch
+MAX_BYTES = 1 << 46
 
 
 class Arena:
@@ -80,7 +92,7 @@ class Arenas:
             is_full = self._current is not None and self._current.is_there
             wanted = 2 * self._current.size_bytes if self._current is not None and is_full else ARENA_BYTES
             try:
-                memory = Sealed(max(min(wanted, MOST_BYTES), size_bytes), is_inherited=True)
+                memory = Sealed(max(min(wanted, MAX_BYTES), size_bytes), is_inherited=True)
             except Unmappable:  # there may be a limit on the size of files
                 memory = Sealed(size_bytes, is_inherited=True)
             self._current = Arena(memory)
@@ -135,7 +147,7 @@ def empty_like(tensor: "type_of_array") -> "type_of_array":
 
 def _sizes(shape: object) -> tuple[int, ...]:
     given = (shape,) if isinstance(shape, Integral) else shape
-    if not isinstance(given, Sequence) or isinstance(given, str | bytes) or len(given) > MOST_DIMENSIONS:
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes) or len(given) > MAX_DIMENSIONS:
         raise UsageError(f"shape={shape!r} is no number of elements, nor a sequence of such")
     for size in given:
         if not isinstance(size, Integral) or isinstance(size, bool) or size < 0:
@@ -192,7 +204,7 @@ def _array(sizes: tuple[int, ...], dtype: object) -> "np.ndarray[Any, np.dtype[A
 
 def _size_bytes(sizes: tuple[int, ...], item_bytes: int) -> int:
     size_bytes = math.prod(sizes) * item_bytes
-    if size_bytes > MOST_BYTES:
+    if size_bytes > MAX_BYTES:
         raise HostMemoryFull(f"a tensor of shape {list(sizes)} would take {size_bytes} B", hint="use a smaller one")
     return size_bytes
 
@@ -217,3 +229,100 @@ def _have_large_pages(memory: Sealed, start: int, stop: int) -> None:
         if is_short or (end - start >= 2 * HUGE_BYTES and not memory.have_large_pages(start, end)):
             return
         start = end
+
+
+# --- Memory for a layout that somebody else has registered: tensors that may be registered, and filled, as they are.
+#
+# Each block of the layout gets memory of its own; tensors that share memory there share it here, so the layout's digest
+# is the same. Torch tensors on the host where torch is installed, numpy arrays elsewhere.
+
+
+MAX_ALIGNED = 16  # B: no element is wider
+QUANTIZED = ("qint8", "qint32", "quint8", "quint4x2", "quint2x4")  # of torch: `register` refuses them
+
+
+def allocate(layout: Layout) -> "dict[str, type_of_tensor]":
+    """Uninitialised tensors of that layout, by name.
+
+    Raises `UsageError` naming a dtype that is unknown here, `Unavailable` where there is no memory for them.
+    """
+    make = _torch_block if loaded_torch() is not None else _numpy_block
+    try:
+        with outside_modes():
+            found = {name: tensor for block in _blocks(layout.tensors) for name, tensor in make(block)}
+    except (MemoryError, RuntimeError, ValueError) as error:  # of torch, and of numpy for more than there are addresses
+        text = f"{len(layout.tensors)} tensors of {layout.size_bytes} B could not be allocated: {error}"
+        raise Unavailable(text, hint="free memory, or load where there is more") from error
+    return {spec.name: found[spec.name] for spec in layout.tensors}
+
+
+def _blocks(tensors: Sequence[TensorSpec]) -> Iterator[list[TensorSpec]]:
+    """Those that share memory, directly or through others, together."""
+    block: list[TensorSpec] = []
+    end = 0
+    for spec in sorted(tensors, key=lambda spec: (spec.offset_bytes, -spec.size_bytes)):
+        if not spec.size_bytes:
+            yield [spec]
+            continue
+        if block and spec.offset_bytes >= end:
+            yield block
+            block = []
+        block.append(spec)
+        end = max(end, spec.offset_bytes + spec.size_bytes)
+    if block:
+        yield block
+
+
+def _place(block: Sequence[TensorSpec], sizes: Sequence[int]) -> tuple[int, list[int]]:
+    """(bytes to allocate, where each tensor begins), so that each is aligned to its elements."""
+    start = block[0].offset_bytes
+    for pad in range(MAX_ALIGNED):
+        places = [pad + spec.offset_bytes - start for spec in block]
+        if all(place % size == 0 for place, size in zip(places, sizes, strict=True)):
+            return max(place + spec.size_bytes for place, spec in zip(places, block, strict=True)), places
+    names = ", ".join(repr(spec.name) for spec in block[:4])
+    raise UsageError(f"tensors that share memory are aligned to nothing: {names}")
+
+
+def _torch_block(block: Sequence[TensorSpec]) -> "Iterator[tuple[str, torch.Tensor]]":
+    import torch
+
+    dtypes = [_dtype_of_layout(spec) for spec in block]
+    length, places = _place(block, [dtype.itemsize for dtype in dtypes])
+    memory = torch.empty(length, dtype=torch.uint8).untyped_storage()
+    for spec, dtype, place in zip(block, dtypes, places, strict=True):
+        tensor = torch.empty(0, dtype=dtype)
+        yield spec.name, tensor.set_(memory, place // dtype.itemsize, spec.shape, spec.strides)
+
+
+def _dtype_of_layout(spec: TensorSpec) -> "torch.dtype":
+    import torch
+
+    dtype = getattr(torch, spec.dtype, None)
+    if not isinstance(dtype, torch.dtype) or dtype.itemsize != item_bytes(spec.dtype) or spec.dtype in QUANTIZED:
+        raise UsageError(f"tensor {spec} has a dtype that this torch does not know", hint="install a newer torch")
+    return dtype
+
+
+def _numpy_block(block: Sequence[TensorSpec]) -> "Iterator[tuple[str, type_of_tensor]]":
+    import numpy as np
+
+    dtypes = [_numpy_dtype(spec) for spec in block]
+    length, places = _place(block, [dtype.itemsize for dtype in dtypes])
+    memory = np.empty(length + MAX_ALIGNED, np.uint8)
+    skip = -memory.ctypes.data % MAX_ALIGNED
+    for spec, dtype, place in zip(block, dtypes, places, strict=True):
+        strides = tuple(stride * dtype.itemsize for stride in spec.strides)
+        yield spec.name, np.ndarray(spec.shape, dtype, memory.data, skip + place, strides)
+
+
+def _numpy_dtype(spec: TensorSpec) -> "np.dtype[np.generic]":
+    import numpy as np
+
+    try:
+        found = np.dtype(spec.dtype)
+    except TypeError:
+        found = np.dtype(object)
+    if found.name != spec.dtype or found.itemsize != item_bytes(spec.dtype) or found.kind not in NUMPY_KINDS:
+        raise UsageError(f"tensor {spec} has a dtype that numpy does not know", hint=what_helps())
+    return found

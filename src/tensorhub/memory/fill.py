@@ -17,18 +17,10 @@ Called from several transport threads at once. Never: write to the tensors, choo
 import threading
 from collections.abc import Callable, Sequence
 
-from ..core.errors import (
-    CorruptTransfer,
-    InvariantViolation,
-    LayoutMismatch,
-    TensorHubError,
-    UsageError,
-)
-from ..core.manifest import Manifest, decode_manifest
-from ..core.names import Digest
-from ..transport.base import ByteStream, Look, Terms
-from ..transport.gates import Gate
-from ..transport.progress import Progress
+from ..protocol.errors import CorruptTransfer, InvariantViolation, LayoutMismatch, TensorHubError, UsageError
+from ..protocol.manifest import Manifest, decode_manifest
+from ..protocol.names import Digest
+from ..transport.base import ByteStream, Gate, Look, Progress, Terms
 from .digests import (
     ALGORITHM,
     NO_ALGORITHM,

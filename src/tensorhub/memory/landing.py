@@ -9,7 +9,7 @@ Rules:
 2. Each tile lies at a multiple of 4 KiB of the landing memory, so that rows of aligned memory stay aligned.
 3. A tile that comes in another order (`Scatter.turns`) is copied once more, in its own order, and hashed there.
 4. The device hashes tiles of `LEAST_BYTES` and more. Shorter ones go to the host.
-5. All reads of a process share `MOST_BYTES`. Each takes half of it, for it is the faster the longer its windows are.
+5. All reads of a process share `MAX_BYTES`. Each takes half of it, for it is the faster the longer its windows are.
    Where less is left, it waits for 50 ms, as long as a read of some 10 GiB takes. Then it takes what is left, and room
    for two windows of its longest tile in any case.
 6. Rows that lie in several pieces of memory are refused (`ValueError`), before anything is launched.
@@ -28,13 +28,11 @@ from itertools import pairwise
 import numpy as np
 import xxhash
 
-from ..transport.on_device import WINDOWS
-from ..transport.parcels import Parcels, Scatter
-from .tiles.arrays import Ints, starts_of
-from .tiles.copies import (
+from ..reshard.copies import (
     COLUMNS,
     COUNT,
     COUNTS,
+    OURS,
     RUN,
     SOURCE,
     SOURCE_STRIDE,
@@ -42,8 +40,11 @@ from .tiles.copies import (
     TARGET,
     TARGET_STRIDE,
     TARGET_STRIDES,
+    THEIRS,
 )
-from .tiles.turning import OURS, THEIRS
+from ..reshard.grid import Ints, starts_of
+from ..transport.on_device import WINDOWS
+from ..transport.rows import Parcels, Scatter
 from .xxh3 import (
     CHAIN_LANES,
     GROUP_BYTES,
@@ -58,10 +59,10 @@ from .xxh3 import (
     upload_constants,
 )
 
-MOST_BYTES = 512 << 20  # for all reads of this process, of tiles of 8 MiB at most
+MAX_BYTES = 512 << 20  # for all reads of this process, of tiles of 8 MiB at most
 LEAST_WINDOW_BYTES = 8 << 20  # for a read that finds little left of it
 WAIT_S = 0.05  # for others to give theirs back: their sources may be filling, and stand still
-MOST_TILE_BYTES = 128 << 20  # a longer one is left to other transports
+MAX_TILE_BYTES = 128 << 20  # a longer one is left to other transports
 SHORT_BYTES = 16  # of these, each short tile takes a multiple
 PART_BYTES = 8192  # of a row, copied at once: PART of xxh3.cu
 ROW_WORDS = COLUMNS + 1
@@ -119,10 +120,10 @@ class Share:
     def __init__(self, whole_bytes: int, largest_bytes: int) -> None:
         """For a read of so many bytes in all, and in its largest parcel. May wait for `WAIT_S`."""
         group_bytes = WINDOWS * (GROUP_BYTES + SUMS_BYTES)
-        wanted = min(MOST_BYTES // 2, whole_bytes // GROUP_BYTES * group_bytes)
+        wanted = min(MAX_BYTES // 2, whole_bytes // GROUP_BYTES * group_bytes)
         with self._changed:
-            self._changed.wait_for(lambda: MOST_BYTES - Share._taken_bytes >= wanted, WAIT_S)
-            fair = max(0, min(wanted, MOST_BYTES - Share._taken_bytes)) // group_bytes * GROUP_BYTES
+            self._changed.wait_for(lambda: MAX_BYTES - Share._taken_bytes >= wanted, WAIT_S)
+            fair = max(0, min(wanted, MAX_BYTES - Share._taken_bytes)) // group_bytes * GROUP_BYTES
             self.window_bytes = min(whole_bytes, max(largest_bytes, LEAST_WINDOW_BYTES, fair))
             self._bytes = self.window_bytes // GROUP_BYTES * group_bytes
             Share._taken_bytes += self._bytes
@@ -203,7 +204,7 @@ class Landing:
     def _memory(self) -> tuple[list[int], list[int]]:
         """Landing memory for each window, and room for sums."""
         largest = max(b - a for a, b in pairwise(self._parcel_at))
-        if largest > MOST_TILE_BYTES:
+        if largest > MAX_TILE_BYTES:
             raise NoRoom(f"no room for tiles of {largest} B to land in")
         share = Share(self._parcel_at[-1], largest)
         self._give_back = weakref.finalize(self, share.give_back)

@@ -1,21 +1,4 @@
-"""A module's tensors by name, and whether it, or a mapping of tensors, still holds those that were registered.
-
-A tensor in a `state_dict()` is an alias: when its parameter is replaced (`module.weight = Parameter(...)`,
-`load_state_dict(assign=True)`, `half()`, a tie that was undone) the alias goes on naming the old memory, and nothing
-about it tells. Only the module knows what it holds now, so it is asked at every publish and before every fill. So is a
-mapping that was registered: who writes `tensors["w"] = tensors["w"] + 1` means that tensor from then on.
-
-Rules:
-1. The tensors are the parameters and persistent buffers, with the names and in the order of `state_dict()`; of a
-   `DTensor` (FSDP2, tensor parallelism) its local shard. Nothing is gathered.
-2. State that only `state_dict()` knows (extra state, what hooks and overrides add) is refused by name, unless the
-   caller leaves it out. `state_dict()` is asked at `register`, and not at a publish or a fill.
-3. A module whose `state_dict()` is a collective (FSDP1, ZeRO-3) is refused by name before it is asked.
-4. The same tensor is one at the same address with the same dtype, shape and strides, whatever object names it.
-5. What is taken out of a mapping, or put into it under another name, changes nothing of what was registered.
-
-Never: import torch before a module is given, or change a parameter.
-"""
+"""Tensors of a torch module by name, DTensors with their boxes, and whether a module still holds them."""
 
 import io
 import sys
@@ -23,19 +6,99 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, TypeVar
 
 from msgspec.structs import replace
 
-from ..core.errors import UsageError
-from .describe import GATHERED_HINT, gathered_by, plainly
-from .in_place import NAMES_SHOWN
+from ..protocol.errors import UsageError
+from ..protocol.layout import Box, Placement, Replicated, Sharded, StridedSharded, boxes_of_placements
+from .describe import GATHERED_HINT, NAMES_SHOWN, gathered_by, plainly
 from .torch_here import seen_torch
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-    from ..core.boxes import Box
+    from ..protocol.layout import Box
+
+
+# --- DTensors as what they are: a local tensor, and the boxes of a global one that lie in it.
+#
+# Mesh, coordinate and placements become plain values, and `core.placements` does the arithmetic. A rank outside of the
+# mesh, and one whose part is empty, has no boxes. A DTensor that waits for a reduction (`Partial`) is no part of a
+# tensor.
+#
+# FSDP over tensor parallelism that cuts one dimension unevenly twice leaves local tensors of other sizes than their
+# placements say. Such a DTensor is refused by name, rather than taken for what it is not.
+#
+# Never imported before the user passes a torch tensor.
+
+
+def boxes_of_dtensor(name: str, tensor: "DTensor") -> "tuple[torch.Tensor, list[Box]]":
+    """The local tensor, which shares the DTensor's memory, and its boxes in the global tensor `name`."""
+    import torch
+
+    with torch.no_grad():
+        local = tensor.to_local()
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return local, []
+    shape = tuple(tensor.shape)
+    placements = [_plain(name, placement, len(shape)) for placement in tensor.placements]
+    dtype = str(local.dtype).removeprefix("torch.")
+    boxes = boxes_of_placements(name, shape, tuple(mesh.shape), coordinate, placements, tuple(local.stride()), dtype)
+    elements = sum(prod(box.size) for box in boxes)
+    if elements != local.numel() or (elements and any(_reach(box) > elements for box in boxes)):
+        raise UsageError(
+            f"tensor {name!r} is a DTensor of global shape {list(shape)} whose local shape {list(local.shape)} is not"
+            f" what its placements {tensor.placements} mean at {coordinate} of a mesh of shape {list(mesh.shape)}",
+            hint="cut this dimension evenly, or register the local tensor with boxes of your own",
+        )
+    return local, boxes
+
+
+def _plain(name: str, placement: "TorchPlacement", dimensions: int) -> Placement:
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    if isinstance(placement, _StridedShard):  # asked first: in older releases it is a kind of Shard
+        return StridedSharded(placement.dim % dimensions, int(placement.split_factor))
+    if isinstance(placement, Shard):
+        return Sharded(placement.dim % dimensions)
+    if isinstance(placement, Replicate):
+        return Replicated()
+    raise UsageError(
+        f"tensor {name!r} is a DTensor with placement {placement}, which names no part of it",
+        hint="redistribute it to Shard or Replicate first",
+    )
+
+
+def _reach(box: Box) -> int:
+    assert box.strides is not None, "said above"
+    return box.offset + 1 + sum((count - 1) * stride for count, stride in zip(box.size, box.strides, strict=True))
+
+
+# --- A module's tensors by name, and whether it, or a mapping of tensors, still holds those that were registered.
+#
+# A tensor in a `state_dict()` is an alias: when its parameter is replaced (`module.weight = Parameter(...)`,
+# `load_state_dict(assign=True)`, `half()`, a tie that was undone) the alias goes on naming the old memory, and nothing
+# about it tells. Only the module knows what it holds now, so it is asked at every publish and before every fill. So
+# is a
+# mapping that was registered: who writes `tensors["w"] = tensors["w"] + 1` means that tensor from then on.
+#
+# Rules:
+# 1. The tensors are the parameters and persistent buffers, with the names and in the order of `state_dict()`; of a
+#    `DTensor` (FSDP2, tensor parallelism) its local shard. Nothing is gathered.
+# 2. State that only `state_dict()` knows (extra state, what hooks and overrides add) is refused by name, unless the
+#    caller leaves it out. `state_dict()` is asked at `register`, and not at a publish or a fill.
+# 3. A module whose `state_dict()` is a collective (FSDP1, ZeRO-3) is refused by name before it is asked.
+# 4. The same tensor is one at the same address with the same dtype, shape and strides, whatever object names it.
+# 5. What is taken out of a mapping, or put into it under another name, changes nothing of what was registered.
+#
+# Never: import torch before a module is given, or change a parameter.
 
 
 def is_module(found: object) -> "TypeGuard[torch.nn.Module]":
@@ -242,7 +305,6 @@ def is_dtensor(tensor: object) -> bool:
 
 def parts_of(tensors: "dict[str, Any]") -> "tuple[dict[str, torch.Tensor], dict[str, list[Box]]]":
     """The local tensors of DTensors, and which parts of the global tensors of those names they are."""
-    from .dtensors import boxes_of_dtensor  # with torch's own of them
 
     found = {name: boxes_of_dtensor(name, tensor) for name, tensor in tensors.items()}
     locals_ = {name: local for name, (local, _) in found.items()}

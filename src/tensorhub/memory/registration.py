@@ -10,7 +10,7 @@ Rules:
 3. Tensors without elements have offset 0 and no bytes.
 4. All or nothing: a refused tensor leaves everything as it was.
 5. Tensors that are published in another dtype are in the stream as they are published, in a buffer (`masters`).
-6. With boxes it is known which parts of which global tensors they are (`core/boxes.py`): then the layout's digest
+6. With boxes it is known which parts of which global tensors they are (`protocol/layout.py`): then the layout's digest
    covers those too, and a version can be read into them from replicas that are cut in another way.
 
 Memory that is mapped twice, at two addresses, is not recognised as shared.
@@ -20,15 +20,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ..core.errors import LayoutMismatch, UsageError
-from ..core.manifest import Layout, TensorSpec, digest_of_boxed
-from ..core.names import Digest
+from ..protocol.errors import LayoutMismatch, UsageError
+from ..protocol.manifest import Layout, TensorSpec, digest_of_boxed
+from ..protocol.names import Digest
 from ..transport.base import ByteStream
-from .describe import Described, describe_all
-from .guarded import unwritable
-from .host import HostStream, Piece
-from .in_place import NAMES_SHOWN, InPlace, some
-from .masters import Casts, cast
+from .cast import Casts, cast
+from .describe import NAMES_SHOWN, Described, InPlace, describe_all, some
 from .modules import (
     Held,
     HeldMapping,
@@ -40,14 +37,15 @@ from .modules import (
     tensors_of_module,
     weakly,
 )
+from .streams import HostStream, Piece, unwritable
 from .torch_here import outside_modes
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from ..core.boxes import Box
-    from .tiles.table import BoxTable
+    from ..protocol.layout import Box
+    from ..reshard.grid import BoxTable
 
     type_of_tensor = torch.Tensor | np.ndarray[Any, np.dtype[Any]]
     type_of_weights = Mapping[str, type_of_tensor] | torch.nn.Module
@@ -245,7 +243,7 @@ def _register(
     layout = Layout(specs, pieces[-1].stop if pieces else 0)
     table, encoded, shares = _boxed(layout, boxes, partial)
     if casts is not None and table is not None:
-        from .tiles.inside import ranges_inside  # with numpy, as the table
+        from ..reshard.derive import ranges_inside  # with numpy, as the table
 
         casts.keep_to(ranges_inside(table), {spec.name: spec.offset_bytes for spec in specs})
     return Registration(
@@ -288,9 +286,9 @@ def _boxed(
         if partial:
             raise UsageError("partial=True without boxes", hint="boxes={} says that all of these tensors are whole")
         return None, b"", None
-    from .tiles.overlaps import why_not_filled  # with numpy, which nothing else here needs
-    from .tiles.table import table_of
-    from .tiles.wire import encode_table
+    from ..reshard.copies import why_not_filled  # with numpy, which nothing else here needs
+    from ..reshard.grid import table_of
+    from ..reshard.wire import encode_table
 
     table = table_of(layout, boxes)
     return table, encode_table(table), why_not_filled(table)

@@ -19,7 +19,7 @@ from pathlib import Path
 from threading import Lock
 from typing import NamedTuple
 
-from ..core.errors import HostMemoryFull
+from ..protocol.errors import HostMemoryFull
 
 _log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ MIB = 1 << 20
 STEP_BYTES = (
     64 * MIB
 )  # to ask takes 1 ms, to touch so much 20: and by so much each of several that ask at once may be wrong
-MOST_COPIES = 2  # the newest version, and the newest that is known to be safe outside its publisher
+MAX_COPIES = 2  # the newest version, and the newest that is known to be safe outside its publisher
 SPARE_BYTES = 96 * MIB  # for all else that this process and its neighbours do meanwhile
 HINT = (
     "give it more memory, let another reliable replica hold the version too, or let versions go: serve with "
@@ -55,7 +55,7 @@ def size_text(size_bytes: int) -> str:
     return f"{size_bytes / (1 << 30):.1f} GiB" if size_bytes >= 1 << 30 else f"{size_bytes / MIB:.0f} MiB"
 
 
-def copies_that_fit(size_bytes: int, found: Room | None, most: int = MOST_COPIES) -> int:
+def copies_that_fit(size_bytes: int, found: Room | None, most: int = MAX_COPIES) -> int:
     """How many host copies of that size there is room for, where nobody has set a limit."""
     if found is None or not size_bytes:
         return most

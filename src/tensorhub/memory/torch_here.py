@@ -10,7 +10,7 @@ import sys
 from contextlib import ExitStack
 from typing import Any
 
-from ..transport import shortages
+from ..transport import threads
 
 _log = logging.getLogger(__name__)
 
@@ -65,8 +65,8 @@ def _load() -> str:
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "torch":
             return INSTALL
-        if shortages.is_shortage(error):
-            raise shortages.unavailable(error, "it loaded torch") from error
+        if threads.is_shortage(error):
+            raise threads.unavailable(error, "it loaded torch") from error
         why = f"{type(error).__name__}: {error}".splitlines()[0]
         _log.warning("torch is installed and cannot be loaded: numpy does without it (%s)", why)
         return f"torch is installed here and cannot be loaded ({why}): mend it, or install it anew"

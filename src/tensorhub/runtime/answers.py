@@ -1,30 +1,228 @@
-"""The questions that anybody may put to a reference server, and wait for the answer: its side of `questions`.
+"""Answers of the server to plain HTTP questions: status, long polls, large fleets in slices."""
 
-`/v1/wait` ends when a version exists, `/v1/held` when enough replicas hold it, `/v1/next_version` and `/v1/described`
-when a restarted server has heard enough; all with the asker's patience. `/v1/cuts` is answered at once. It must never:
-change the machine, or decide.
-"""
-
+import asyncio
 import math
-from collections.abc import Callable
-from typing import TypeVar
+import time
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import msgspec
 from aiohttp import web
 
-from ..core.errors import UsageError
-from ..core.messages import MAX_COMPANIONS
-from ..core.names import ModelName, ReplicaName, Shard, Version
-from ..core.server import Server
-from ..core.server.rules.cuts import cuts_of
-from ..core.server.rules.described import describe
-from ..core.server.rules.held import held_by
-from ..core.server.rules.numbering import next_version
-from .polls import Polls
-from .questions import VersionExists
-from .specs import spec_of_text
+from ..protocol.errors import UsageError
+from ..protocol.messages import MAX_COMPANIONS
+from ..protocol.names import ModelName, ReplicaName, Shard, Version
+from ..protocol.status import ModelView, Status
+from ..server import Server
+from ..server.rules.calls import held_by, next_version
+from ..server.rules.layouts import cuts_of, describe
+from .questions import VersionExists, spec_of_text
+
+# --- Long polls: a question that is asked anew whenever something may have changed, until its answer is final.
+#
+# All who ask the same get the same answer, worked out once for a burst of reports. Where that takes long it is done
+# more
+# seldom: `SHARE` of the time goes into all questions together. It must never: keep the loop from everybody's orders.
+
 
 T = TypeVar("T")
+
+NEWS_S = 0.02  # a burst of reports wakes the long polls once
+SHARE = 0.05  # of one core, for all questions that wait
+MAX_POLL_REST_S = 1.0  # however much others have asked just now
+
+
+@dataclass
+class _Asked(Generic[T]):
+    """A question that somebody waits for."""
+
+    waiting: int = 0  # so many
+    answer: T | None = None
+    burst: int = -1  # that the answer has seen
+    fresh_until: float = 0.0  # not asked again before
+
+
+class Polls:
+    """Who waits for an answer of the reference server."""
+
+    def __init__(self) -> None:
+        self.is_over = False  # nobody is kept waiting any more
+        self._asked: dict[Hashable, _Asked[object]] = {}
+        self._has_changed = asyncio.Event()
+        self._news = asyncio.Event()
+        self._burst = 0
+        self._rests_until = 0.0  # what all questions have cost so far is a share of the time by then
+
+    def note(self) -> None:
+        """Something may have changed."""
+        if self._asked:
+            self._burst += 1
+            self._has_changed.set()
+
+    def end(self) -> None:
+        """Answer everybody as things are."""
+        self.is_over = True
+        self._news.set()
+
+    async def run(self) -> None:
+        """Wake those who wait, once for each burst of reports."""
+        while True:
+            await self._has_changed.wait()
+            self._has_changed.clear()
+            self._news.set()
+            self._news.clear()
+            await asyncio.sleep(NEWS_S)
+
+    async def ask(self, key: Hashable, look: Callable[[], T], is_final: Callable[[T], bool], patience_s: float) -> T:
+        """The answer once it is final, or as it is when the patience ends. Equal keys are equal questions."""
+        asked: _Asked[object] = self._asked.setdefault(key, _Asked())
+        asked.waiting += 1
+        try:
+            answer = self._look(asked, look)
+            try:
+                async with asyncio.timeout(patience_s):
+                    while not is_final(answer) and not self.is_over:
+                        await self._news.wait()
+                        await asyncio.sleep(max(0.0, asked.fresh_until - time.monotonic()))
+                        answer = self._look(asked, look)
+            except TimeoutError:
+                return self._look(asked, look)
+            return answer
+        finally:
+            asked.waiting -= 1
+            if not asked.waiting:
+                del self._asked[key]
+
+    def _look(self, asked: _Asked[object], look: Callable[[], T]) -> T:
+        began = time.monotonic()
+        if asked.burst != self._burst or asked.answer is None:
+            asked.answer, asked.burst = look(), self._burst
+            now = time.monotonic()
+            rests_until = max(self._rests_until, began) + (now - began) / SHARE
+            self._rests_until = min(rests_until, now + MAX_POLL_REST_S)
+            asked.fresh_until = self._rests_until
+        answer: T = asked.answer  # type: ignore[assignment]
+        return answer
+
+
+# --- The status of a large fleet, taken and encoded a little at a time, so that nobody's orders wait for it.
+#
+# At 8,192 workers it is 4 MB of JSON. So all who ask at about the same time get the same bytes, and after each time
+# there
+# is a rest. It must never: keep the loop for more than a few milliseconds, or show what was before the question.
+
+
+SLICE_S = 0.002  # at a stretch, as the intake's
+REST = 5.0  # times what it took: a sixth of the time goes into it, and more only where the longest rest is too short
+MAX_REST_S = 0.5  # the longest rest, after 0.1 s of work: people wait, and `watch` looks twice a second
+LONG_BYTES = 4 << 20  # after such a one it rests for that long: askers that do not read keep some ten of them
+
+
+class Shown:
+    """The status as JSON, for whoever asks. `now` is the machine's clock."""
+
+    def __init__(self, machine: Server, now: Callable[[], float]) -> None:
+        self._machine = machine
+        self._now = now
+        self._next: asyncio.Task[_Picture] | None = None  # it has not been taken yet: who asks now may have it
+        self._rests_until = 0.0
+
+    async def ask(self, model: str | None) -> bytes:
+        """The whole status, or that of one model, as it is after the question."""
+        if self._next is None:
+            self._next = asyncio.create_task(self._take())
+        picture = await asyncio.shield(self._next)
+        return await asyncio.shield(picture.encoded(model))
+
+    async def _take(self) -> "_Picture":
+        await asyncio.sleep(self._rests_until - time.monotonic())
+        self._next = None
+        began = time.monotonic()
+        picture = _Picture(await take_status(self._machine, self._now()), self._rest_after)
+        self._rest_after(began, 0)
+        return picture
+
+    def _rest_after(self, began: float, size_bytes: int) -> None:
+        """It has worked since then, and made so much."""
+        now = time.monotonic()
+        rest_s = REST * (now - began) + MAX_REST_S * size_bytes / LONG_BYTES
+        self._rests_until = min(max(self._rests_until, now) + rest_s, now + MAX_REST_S)
+
+
+class _Picture:
+    """The status of one moment, encoded once for each model that is asked for."""
+
+    def __init__(self, status: Status, note_work: Callable[[float, int], None]) -> None:
+        self._status = status
+        self._note_work = note_work
+        self._encoded: dict[str | None, asyncio.Task[bytes]] = {}
+
+    def encoded(self, model: str | None) -> "asyncio.Task[bytes]":
+        """As JSON; None: all of it."""
+        if model not in self._encoded:
+            self._encoded[model] = asyncio.create_task(self._encode(model))
+        return self._encoded[model]
+
+    async def _encode(self, model: str | None) -> bytes:
+        began, status = time.monotonic(), self._status
+        if model is not None:
+            models = tuple(each for each in status.models if each.name == model)
+            transfers = tuple(each for each in status.transfers if each.model == model)
+            status = msgspec.structs.replace(status, models=models, transfers=transfers)
+        found = await encode_status(status)
+        self._note_work(began, len(found))
+        return found
+
+
+async def take_status(machine: Server, now: float) -> Status:
+    """The whole picture; each replica as it was when it was looked at. `now`: by the machine's clock."""
+    steps = machine.status_steps(now=now)
+    until = time.monotonic() + SLICE_S
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            found: Status = end.value
+            return found
+        if time.monotonic() >= until:
+            await asyncio.sleep(0)
+            until = time.monotonic() + SLICE_S
+
+
+async def encode_status(status: Status) -> bytes:
+    """As JSON, the same as in one go."""
+    models = [await _encode_model(model) for model in status.models]
+    transfers = await _encode_each(status.transfers)
+    return msgspec.json.encode({**_fields(status), "models": models, "transfers": transfers})
+
+
+async def _encode_model(model: ModelView) -> msgspec.Raw:
+    parts = {"replicas": await _encode_each(model.replicas), "versions": await _encode_each(model.versions)}
+    return msgspec.Raw(msgspec.json.encode({**_fields(model), **parts}))
+
+
+async def _encode_each(things: Iterable[msgspec.Struct]) -> list[msgspec.Raw]:
+    found, until = [], time.monotonic() + SLICE_S
+    for each in things:
+        found.append(msgspec.Raw(msgspec.json.encode(each)))
+        if time.monotonic() >= until:
+            await asyncio.sleep(0)
+            until = time.monotonic() + SLICE_S
+    return found
+
+
+def _fields(thing: msgspec.Struct) -> dict[str, object]:
+    return {name: getattr(thing, name) for name in thing.__struct_fields__}
+
+
+# --- The questions that anybody may put to a reference server, and wait for the answer: its side of `questions`.
+#
+# `/v1/wait` ends when a version exists, `/v1/held` when enough replicas hold it, `/v1/next_version` and `/v1/described`
+# when a restarted server has heard enough; all with the asker's patience. `/v1/cuts` is answered at once. It must
+# never:
+# change the machine, or decide.
+
 
 LONGEST_POLL_S = 60.0
 

@@ -1,20 +1,22 @@
-"""What a caller can ask of its worker: the methods of `Weights`, as coroutines of the worker loop.
-
-Checks what can be checked here, hashes in threads, and leaves every decision to the machine that `driver` drives. A
-call's deadline counts from its beginning, hashing included. It must never: block the loop, or outlive a deadline.
-"""
+"""The calls of `Weights`, as coroutines of the worker loop."""
 
 import asyncio
 import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 from weakref import WeakSet
 
-from ..core.errors import (
+from msgspec.structs import replace
+
+from ..memory.registration import Registration
+from ..memory.room import HINT
+from ..protocol.errors import (
     Closed,
+    DeadlineExceeded,
     GroupIncomplete,
     HostMemoryFull,
     InvariantViolation,
@@ -22,33 +24,158 @@ from ..core.errors import (
     UsageError,
     VersionConflict,
 )
-from ..core.messages import MAX_LAYOUT_BYTES, Failure, Hello, Holding, LayoutInfo, Spec, Vacated
-from ..core.metadata import Json, decode_metadata, digest_of_metadata
-from ..core.names import Digest, Version
-from ..core.version_spec import PREFETCHED
-from ..core.worker.events import Called, ClaimDropped, Registered
-from ..memory.registration import Registration
-from ..memory.room import HINT
+from ..protocol.manifest import Json, decode_metadata, digest_of_metadata
+from ..protocol.messages import (
+    MAX_LAYOUT_BYTES,
+    MAX_PINS,
+    PREFETCHED,
+    Failure,
+    Hello,
+    Holding,
+    LayoutInfo,
+    Spec,
+    Vacated,
+    parse_spec,
+)
+from ..protocol.names import Digest, Version, WorkerId
 from ..transport.base import Transport
-from .behind import Behind
-from .callers import Callers
+from ..worker.events import Called, ClaimDropped, Registered, Wished
+from .cast_state import Behind, Suspension, Turn, Wholeness
 from .codec import encode
 from .config import Options
 from .content import Known
-from .driver import AFTER_DEADLINE_S, Driver
-from .hashing import check_unchanged, grid_of, hashed
-from .questions import wait_for_holders, wait_for_version
-from .suspending import Suspension
-from .turns import Turn
-from .wholeness import Wholeness
-from .wishes import Wishes
+from .driver import AFTER_DEADLINE_S, Driver, failed
+from .publishing import check_unchanged, grid_of, hashed
+from .questions import check_held, wait_for_holders, wait_for_version
+
+# --- Which threads of this process use a worker: whether anybody but the thread that waits could still call it.
+#
+# A thread that holds two shards of one replica and waits for the first one's call waits for itself. It is told so, but
+# only where it is sure: the program has no other thread, which may be about to.
+
+
+OURS = "tensorhub-"  # how the names of this library's threads begin
+
+
+class Callers:
+    """The threads of one worker's callers. Used from any thread."""
+
+    def __init__(self, on_call: Callable[[], object] = lambda: None) -> None:
+        """`on_call` is called in the thread that calls, before its call begins."""
+        self._on_call = on_call
+        self._lock = threading.RLock()  # a finaliser may come while its own thread has it
+        self._users: WeakSet[threading.Thread] = WeakSet()
+        self.waiting: threading.Thread | None = None  # blocked in a call of this worker
+
+    def note(self) -> None:
+        """The present thread uses the worker."""
+        thread = threading.current_thread()
+        if not thread.name.startswith(OURS):
+            with self._lock:
+                self._users.add(thread)
+            self._on_call()
+
+    @contextmanager
+    def blocked(self) -> Iterator[None]:
+        """The present thread waits for a call of this worker, and can do nothing else meanwhile."""
+        self.note()
+        self.waiting = threading.current_thread()
+        try:
+            yield
+        finally:
+            self.waiting = None
+
+    def are_only(self, thread: threading.Thread) -> bool:
+        """It has used the worker, and there is nobody else who might: also a pool's thread is given its work later."""
+        with self._lock:
+            is_user = thread in self._users
+        return is_user and all(each is thread or each.name.startswith(OURS) for each in threading.enumerate())
+
+
+# --- What a caller wishes beside its calls: versions that are kept, and one that is fetched ahead.
+
 
 _log = logging.getLogger(__name__)
 
+MORE_ROOM = "raise host_bytes, or give this process more memory"
+
+
+class Wishes:
+    """Of one worker. Used in the worker's loop only."""
+
+    def __init__(self, me: WorkerId, driver: Driver) -> None:
+        self._me, self._driver = me, driver
+
+    def wish(self, **wishes: object) -> None:
+        """The other wishes stay as they are."""
+        worker = self._driver.worker
+        known = {"prefetch": worker.prefetch, "pins": worker.pins, **wishes}
+        self._driver.feed(Wished(**known))  # type: ignore[arg-type]
+
+    def warn_if_in_vain(self) -> None:
+        """Nothing will ever be fetched ahead of these tensors: for want of host memory."""
+        data = self._driver.data
+        if data.copies.why_none and data.registration is not None:
+            text = "%s fetches nothing ahead: its limit on host memory has no room for a copy of %d B: %s; %s"
+            _log.warning(text, self._me, data.registration.size_bytes, data.copies.why_none, MORE_ROOM)
+
+    def update_at_once(self, called: Called, hello: Hello) -> Version | None:
+        """What an update to "prefetched" comes to without the server; None where that has to be asked.
+
+        Raises `UsageError` where nothing is ever fetched ahead, with the limit that has no room for it.
+        """
+        known = self._driver.worker.update_at_once(hello, called)
+        if not isinstance(known, Failure):
+            return known
+        why, wishes = self._driver.data.copies.why_none, hello.prefetch == "always" or self._driver.worker.prefetch
+        raise failed(replace(known, message=f"{known.message}; {why}") if why and wishes else known)
+
+    def prefetch(self, spec: Spec) -> None:
+        """A host copy of that version, and of newer ones as they come if it is "latest"."""
+        parse_spec(spec)
+        if not self._driver.worker.is_registered:
+            raise UsageError(f"prefetch on {self._me} before register()", hint="register the tensors first")
+        self.warn_if_in_vain()
+        self.wish(prefetch=spec)
+
+    async def pin(self, version: Version, options: Options, deadline: float) -> None:
+        """Raises `VersionUnavailable` if nobody has it."""
+        pins = self._driver.worker.pins
+        if version in pins:
+            return
+        if len(pins) >= MAX_PINS:
+            raise UsageError(f"{self._me} has pinned {len(pins)} versions, which is the most", hint="unpin() some")
+        await self._heard((*pins, version), deadline)
+        try:
+            await check_held(options, self._me.model, version, deadline)
+        except BaseException:
+            self.wish(pins=tuple(pin for pin in self._driver.worker.pins if pin != version))
+            raise
+
+    async def unpin(self, version: Version, deadline: float) -> None:
+        """Does nothing where there was no such pin."""
+        await self._heard(tuple(pin for pin in self._driver.worker.pins if pin != version), deadline)
+
+    async def _heard(self, pins: tuple[Version, ...], deadline: float) -> None:
+        """Returns once the server knows of the pins."""
+        self.wish(pins=pins)
+        worker = self._driver.worker
+        number = worker.reported
+        if not await self._driver.until(lambda: worker.acknowledged >= number, deadline):
+            text = f"{self._me}: the reference server has not heard of the pins {list(pins)} in time"
+            raise DeadlineExceeded(text, hint="is it running? The pins count once it hears of them")
+
+
+# --- What a caller can ask of its worker: the methods of `Weights`, as coroutines of the worker loop.
+#
+# Checks what can be checked here, hashes in threads, and leaves every decision to the machine that `driver` drives. A
+# call's deadline counts from its beginning, hashing included. It must never: block the loop, or outlive a deadline.
+
+
 T = TypeVar("T")
 
-MOST_CUTS = 3  # of one publish
-CUT_OTHERWISE = "into different tiles"  # as `core/server/rules/calls.py` says it
+MAX_CUTS = 3  # of one publish
+CUT_OTHERWISE = "into different tiles"  # as `server/rules/calls.py` says it
 
 
 living: "WeakSet[Client]" = WeakSet()  # of this process; kept alive by the loop
@@ -230,7 +357,7 @@ class Client:
         with self._one_call("publish"):
             missed = partial(self.miss, Called("publish", version, deadline))
             await self._behind.over(deadline, f"publish({version!r})", missed)
-            for more in range(MOST_CUTS - 1, -1, -1):
+            for more in range(MAX_CUTS - 1, -1, -1):
                 try:
                     return await self._publish(version, deadline, metadata, again)
                 except GroupIncomplete as error:

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from ..core.decoding import Undecodable, decoded
-from ..core.errors import UsageError
-from ..core.messages import (
+from ..protocol.errors import UsageError
+from ..protocol.messages import (
     MAX_COMPANIONS,
     MAX_FAILURES,
     MAX_HINT,
@@ -34,14 +33,14 @@ from ..core.messages import (
     Spec,
     ToServer,
     ToWorker,
+    parse_spec,
 )
-from ..core.names import is_name
-from ..core.version_spec import parse_spec
+from ..protocol.names import Undecodable, decoded, is_name
 
-MOST_NUMBER = 2**62  # of anything counted: above every clock in microseconds, and twice it still fits 64 bits
-MOST_ENDPOINTS = 16
-MOST_WORD = 300  # characters of a host, a site
-MOST_ENDPOINT = 2400  # characters of an endpoint: it may have several addresses
+MAX_NUMBER = 2**62  # of anything counted: above every clock in microseconds, and twice it still fits 64 bits
+MAX_ENDPOINTS = 16
+MAX_WORD = 300  # characters of a host, a site
+MAX_ENDPOINT = 2400  # characters of an endpoint: it may have several addresses
 
 _encoder = msgspec.msgpack.Encoder()
 _to_server: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(Hello | LayoutInfo | Report)
@@ -72,7 +71,7 @@ def decode_to_server(data: bytes, *, is_known: bool = True) -> ToServer:
     limit = MAX_LAYOUT_BYTES if isinstance(message, LayoutInfo) else MAX_REPORT_BYTES
     if len(data) > limit:
         raise Malformed(f"a {type(message).__name__} of {len(data)} B, where at most {limit} B are due")
-    if isinstance(message, Report) and not all(0 <= number <= MOST_NUMBER for number in _numbers_of(message)):
+    if isinstance(message, Report) and not all(0 <= number <= MAX_NUMBER for number in _numbers_of(message)):
         raise OddNumber("a Report with a number out of range")
     wrong = _nonsense_of(message)
     if wrong:
@@ -93,9 +92,9 @@ def _nonsense_of(message: ToServer) -> str:
     match message:
         case Hello():
             words, endpoints = (message.life, message.site, message.host), message.endpoints
-            if len(endpoints) > MOST_ENDPOINTS or any(len(each) > MOST_ENDPOINT for each in endpoints):
+            if len(endpoints) > MAX_ENDPOINTS or any(len(each) > MAX_ENDPOINT for each in endpoints):
                 return "too many or too long endpoints: how many addresses does its worker have?"
-            if any(len(word) > MOST_WORD for word in words):
+            if any(len(word) > MAX_WORD for word in words):
                 return "too long words about its worker"
             return _nonsense_of_set(message)
         case Report():

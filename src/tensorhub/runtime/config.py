@@ -1,11 +1,10 @@
-"""Settings of a process: from arguments, then `TENSORHUB_*` variables, then defaults.
+"""Settings of a process, from arguments, `TENSORHUB_*` variables and defaults; and this user's secrets."""
 
-`Options` are those of a worker, `core.settings.Settings` those of a reference server; both are read here, and `table()`
-lists them all for the documentation. A bad value is a `UsageError` that names the argument or the variable.
-"""
-
+import contextlib
 import os
 import re
+import secrets
+import stat
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from decimal import Decimal
@@ -13,21 +12,154 @@ from ipaddress import IPv6Address
 from math import isfinite, nan
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import IO, Literal, TypeVar
 from urllib.parse import urlsplit
 
-from ..core.errors import UsageError
-from ..core.messages import PREFETCH
-from ..core.names import NAME_RULE, is_name, plain, plain_number
-from ..core.settings import Settings
-from ..transport.choose import PREFERENCE
-from .state_dir import read_secret, secret, state_directory
+from ..protocol.errors import TensorHubError, UsageError
+from ..protocol.messages import PREFETCH
+from ..protocol.names import NAME_RULE, is_name, plain, plain_number
+from ..protocol.settings import Settings
+from ..transport import threads
+from ..transport.base import PREFERENCE
+
+# --- This user's state directory, and the secrets that all servers and workers of this user find there.
+#
+# A secret is a file that only this user may read. It is made once: processes that start together agree on one value.
+
+
+SECRET_BYTES = 32
+MAX_SECRET_BYTES = 4096
+ELSEWHERE = "set TENSORHUB_STATE_DIR to a directory of this user, give a token with --token-file, or use --insecure"
+ANEW = "remove it: the next server makes another"
+
+
+def state_directory(environ: Mapping[str, str] | None = None) -> Path:
+    """TENSORHUB_STATE_DIR, else $XDG_STATE_HOME/tensorhub, else ~/.local/state/tensorhub. Raises `UsageError`."""
+    environ = os.environ if environ is None else environ
+    try:
+        if given := environ.get("TENSORHUB_STATE_DIR"):
+            return Path(given).expanduser().absolute()
+        xdg = environ.get("XDG_STATE_HOME", "")  # its standard says that a relative path is to be ignored
+        home = environ.get("HOME") or (Path.home() if environ is os.environ else "")
+    except (RuntimeError, OSError) as error:
+        raise UsageError(f"there is no state directory: {error}", hint=ELSEWHERE) from error
+    if xdg.startswith("/"):
+        return Path(xdg) / "tensorhub"
+    if not home:
+        raise UsageError("there is no state directory: HOME is not set", hint=ELSEWHERE)
+    return Path(home).absolute() / ".local" / "state" / "tensorhub"
+
+
+def secret(name: str, *, create: bool, environ: Mapping[str, str] | None = None) -> str | None:
+    """The secret `name` of this user. Where there is none: makes one with `create`, else None.
+
+    Raises `UsageError` where the file is not this user's own, where others may read it, or where it cannot be made.
+    """
+    try:
+        directory = state_directory(environ)
+    except UsageError:
+        if create:
+            raise
+        return None
+    path = directory / name
+    found = _read(path)
+    if found is None and create:
+        try:
+            _make(path)
+        except OSError as error:
+            raise _refused(error, f"cannot make {path}") from error
+        found = _read(path)
+        if found is None:
+            raise UsageError(f"{path} was removed while this process made it", hint="start again")
+    return found
+
+
+def _read(path: Path) -> str | None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise _refused(error, f"cannot read {path}") from error
+    try:
+        _check_ours(path, os.fstat(descriptor))
+        with open(descriptor, "rb", closefd=False) as file:
+            return _secret_in(path, file, ANEW)
+    except OSError as error:
+        raise _refused(error, f"cannot read {path}") from error
+    finally:
+        os.close(descriptor)
+
+
+def read_secret(path: Path) -> str:
+    """The secret in a file that its user names. Raises `UsageError`."""
+    try:
+        with open(path, "rb") as file:
+            return _secret_in(path, file, "it is to hold one line: the token")
+    except OSError as error:
+        raise _refused(error, f"cannot read {path}", "name a file that holds the token") from error
+
+
+def _secret_in(path: Path, file: IO[bytes], hint: str) -> str:
+    """One line of text. No error shows what else there is."""
+    content = file.read(MAX_SECRET_BYTES + 1)
+    text = content.decode(errors="replace").strip()
+    if not text or len(content) > MAX_SECRET_BYTES or not text.isprintable() or "\ufffd" in text:
+        raise UsageError(f"{path} holds no secret", hint=hint)
+    return text
+
+
+def _check_ours(path: Path, found: os.stat_result) -> None:
+    """Checks that `path` is a regular file of this user that others may neither read nor write. Raises `UsageError`."""
+    if not stat.S_ISREG(found.st_mode):
+        raise UsageError(f"{path} is no file", hint=ANEW)
+    if found.st_uid != os.geteuid():
+        text = f"{path} belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}"
+        raise UsageError(text, hint=ELSEWHERE)
+    if found.st_mode & 0o077:
+        text = f"{path} may be read or written by other users (mode {stat.S_IMODE(found.st_mode):04o})"
+        raise UsageError(text, hint=f"chmod 600 {path}; or remove it, if others have seen it")
+
+
+def _make(path: Path) -> None:
+    """Write a new secret beside `path`, then link it: another process's link that came first stays."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = path.parent.stat()
+    if found.st_mode & 0o022 or found.st_uid not in (os.geteuid(), 0):
+        text = f"other users may change {path.parent} (mode {stat.S_IMODE(found.st_mode):04o}, user {found.st_uid})"
+        raise UsageError(text, hint=f"chmod 700 {path.parent}; or {ELSEWHERE}")
+    draft = path.parent / f".{path.name}.{os.getpid()}.{secrets.token_hex(8)}"
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(secrets.token_hex(SECRET_BYTES).encode() + b"\n")
+            file.flush()
+            os.fsync(descriptor)
+        with contextlib.suppress(FileExistsError):
+            os.link(draft, path)
+    finally:
+        os.unlink(draft)
+
+
+def _refused(error: OSError, did: str, hint: str = ELSEWHERE) -> TensorHubError:
+    if threads.is_shortage(error):
+        return threads.unavailable(error, f"it {did.replace('cannot ', 'tried to ')}")
+    text = f"{did}: {error.strerror or error}"
+    return UsageError(text, hint=hint)
+
+
+# --- Settings of a process: from arguments, then `TENSORHUB_*` variables, then defaults.
+#
+# `Options` are those of a worker, `core.settings.Settings` those of a reference server; both are read here, and
+# `table()`
+# lists them all for the documentation. A bad value is a `UsageError` that names the argument or the variable.
+
 
 DEFAULT_PORT = 7450
 MIB = 1 << 20
-MOST_CHUNK_BYTES = 1 << 30
-MOST_SHARDS = 4096  # of a replica
-MOST_SECONDS = 30 * 24 * 3600.0  # longer than any job's patience; keeps clocks and timers in range
+MAX_CHUNK_BYTES = 1 << 30
+MAX_SHARDS = 4096  # of a replica
+MAX_SECONDS = 30 * 24 * 3600.0  # longer than any job's patience; keeps clocks and timers in range
 
 Verify = Literal["full", "none"]
 T = TypeVar("T")
@@ -56,7 +188,7 @@ def check_integer(value: object, what: str, *, least: int, most: int) -> int:
 def check_place(model: object, replica: object, shard: object, shards: object) -> tuple[str, str, int, int]:
     """Names of a model and a replica, and a shard of so many. Raises `UsageError` that names the argument."""
     names = check_name(model, "model"), check_name(replica, "replica")
-    shards = check_integer(shards, "shards", least=1, most=MOST_SHARDS)
+    shards = check_integer(shards, "shards", least=1, most=MAX_SHARDS)
     if isinstance(shard, Integral) and shards == 1 and int(shard) > 0:
         raise UsageError(
             f"shard={shard} of a replica of 1 shard", hint="shards= says how many there are, on each of them"
@@ -139,8 +271,8 @@ def parse_path(value: object, what: str) -> str:
 def parse_seconds(value: object, what: str) -> float:
     """A positive number of seconds."""
     seconds = _number(value) if not isinstance(value, str) else _number_in(value)
-    if not isfinite(seconds) or not 0 < seconds <= MOST_SECONDS:
-        text = f"{what}={value!r} is not a number of seconds above 0 and up to {MOST_SECONDS:.0f}"
+    if not isfinite(seconds) or not 0 < seconds <= MAX_SECONDS:
+        text = f"{what}={value!r} is not a number of seconds above 0 and up to {MAX_SECONDS:.0f}"
         hint = 'a call takes some milliseconds at least; to take a version without a wait there is update("prefetched")'
         raise UsageError(text, hint=hint if seconds == 0 and what == "timeout" else None)
     return seconds
@@ -182,7 +314,7 @@ def parse_chunk_bytes(value: object, what: str) -> int:
     """Bytes, as a number or with a unit: 4194304, "4MiB"."""
     found = _size(value)
     size_bytes = int(found.group(1)) * _UNITS[found.group(2)] if found is not None else 0
-    if not 1 <= size_bytes <= MOST_CHUNK_BYTES:
+    if not 1 <= size_bytes <= MAX_CHUNK_BYTES:
         raise UsageError(f"{what}={value!r} is no size from 1 B to 1 GiB", hint='use a number of bytes, or "4MiB"')
     return size_bytes
 

@@ -1,38 +1,90 @@
-"""A worker's line to its reference server: connects, says hello, carries messages, and connects again for ever.
-
-Both directions carry the state of things, so only the newest report waits to be sent, and whatever a broken line
-swallowed is told again on the next one.
-
-A server that says nothing may be far behind with its decisions: then each new connection would only be more work. So a
-worker that has heard nothing for `SILENCE_S` asks with a ping, which the server's sockets answer though its decisions
-wait, and keeps the line while anything comes. That the host is gone, or the way to it, TCP says when it does not take
-what is sent. Only a server that lives by that and shows no other sign of life for `PATIENCE_S` is left, by each worker
-at a time of its own. So it is while a line begins: who hangs up in the queue of a busy server, to come back at its end,
-leaves it only lines that nobody wants any more.
-
-What the worker's layout is goes when the server asks for it: of ten thousand that have the same, one is asked.
-
-It must never: give up by itself (a definitive `Refusal` ends it), or look into a report or orders.
-"""
+"""A worker's WebSocket to its server: connects, says hello, carries messages, reconnects."""
 
 import asyncio
 import contextlib
 import logging
 import os
 import random
+import socket
 import socket as sockets
 import time
 from collections.abc import Callable
+from functools import partial
 from math import inf
 
 import aiohttp
+from aiohttp.abc import AbstractResolver, ResolveResult
 
-from ..core.errors import printable
-from ..core.messages import Hello, LayoutInfo, LayoutWanted, Refusal, Report
-from ..core.worker.events import Connected, Disconnected, Received
-from ..transport import shortages
+from ..protocol.errors import Unavailable, printable
+from ..protocol.messages import Hello, LayoutInfo, LayoutWanted, Refusal, Report
+from ..transport import threads
+from ..transport.tcp.addresses import host_of
+from ..worker.events import Connected, Disconnected, Received
 from .codec import Malformed, decode_to_worker, encode
-from .resolving import http_session
+from .loops import in_thread
+
+# --- HTTP to a reference server whose name may not be resolved: a name service that hangs holds nobody up.
+#
+# A name is looked up in a daemon thread. The event loop's own threads are waited for at the interpreter's exit, so a
+# lookup that hangs would keep a process alive long after its call has ended. It must never: look up a plain address.
+
+
+_NUMERIC = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+
+
+class ThreadResolver(AbstractResolver):
+    """Looks names up in daemon threads. Raises `OSError` if it cannot; so aiohttp knows it."""
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
+        """The addresses of a host, in the order in which they are to be tried."""
+        try:
+            return await in_thread(partial(_look_up, host, port, family), name="resolve")
+        except Unavailable as error:
+            raise OSError(str(error)) from error
+
+    async def close(self) -> None:
+        """There is nothing to give back."""
+
+
+def http_session(*, timeout: aiohttp.ClientTimeout | None = None) -> aiohttp.ClientSession:
+    """A session that looks names up so; without `timeout`, each request says its own. In a running loop."""
+    connector = aiohttp.TCPConnector(resolver=ThreadResolver())
+    return aiohttp.ClientSession(connector=connector, timeout=timeout or aiohttp.ClientTimeout())
+
+
+def _look_up(host: str, port: int, family: socket.AddressFamily) -> list[ResolveResult]:
+    found = []
+    for kind, _, proto, _, address in socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, family=family, flags=socket.AI_ADDRCONFIG
+    ):
+        where = host_of(address)
+        found.append(
+            ResolveResult(hostname=host, host=where, port=int(address[1]), family=kind, proto=proto, flags=_NUMERIC)
+        )
+    return found
+
+
+# --- A worker's line to its reference server: connects, says hello, carries messages, and connects again for ever.
+#
+# Both directions carry the state of things, so only the newest report waits to be sent, and whatever a broken line
+# swallowed is told again on the next one.
+#
+# A server that says nothing may be far behind with its decisions: then each new connection would only be more work.
+# So a
+# worker that has heard nothing for `SILENCE_S` asks with a ping, which the server's sockets answer though its decisions
+# wait, and keeps the line while anything comes. That the host is gone, or the way to it, TCP says when it does not take
+# what is sent. Only a server that lives by that and shows no other sign of life for `PATIENCE_S` is left, by each
+# worker
+# at a time of its own. So it is while a line begins: who hangs up in the queue of a busy server, to come back at its
+# end,
+# leaves it only lines that nobody wants any more.
+#
+# What the worker's layout is goes when the server asks for it: of ten thousand that have the same, one is asked.
+#
+# It must never: give up by itself (a definitive `Refusal` ends it), or look into a report or orders.
+
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +97,7 @@ GOODBYE_S = 0.25  # nobody waits longer for a server that does not answer
 LAST_RETRY_S = 2.0  # 10,000 workers then knock 7,500 times a second at most, spread by the jitter
 SOON_S = 10.0  # a server that is started again by a supervisor is back by then
 SOON_RETRY_S = 0.5  # until then 30,000 times: a refused connection costs its machine 10 us, and each waits 0.2 s less
-MOST_MESSAGE_BYTES = 1 << 20  # orders take a few hundred bytes; an error's text is bounded
+MAX_MESSAGE_BYTES = 1 << 20  # orders take a few hundred bytes; an error's text is bounded
 
 FULL = "it is full of connections"
 CROWDED = "those who have not said yet who they are send it too much at once"
@@ -96,7 +148,7 @@ def unreached(address: str, why: str, *, hint: str = START, within: str = "") ->
     """What to say of a server that could not be asked, and what to do. One that is there, but full, is not missing."""
     if why in THERE:
         return f"the reference server at {address} took nobody in{within}: {why}", THERE[why]
-    return f"no reference server at {address}{within}: {why}", shortages.REMEDIES.get(why, hint)
+    return f"no reference server at {address}{within}: {why}", threads.REMEDIES.get(why, hint)
 
 
 def _patience_s() -> float:
@@ -169,7 +221,7 @@ class Connection:
     async def _connect(self, http: aiohttp.ClientSession) -> aiohttp.ClientWebSocketResponse:
         socket = await http.ws_connect(
             f"http://{self.address}/v1/session",
-            max_msg_size=MOST_MESSAGE_BYTES,
+            max_msg_size=MAX_MESSAGE_BYTES,
             timeout=aiohttp.ClientWSTimeout(ws_close=1.0),
         )
         _limit_untaken(socket)
@@ -179,7 +231,7 @@ class Connection:
     def _note_failure(self, error: Exception) -> None:
         """That it is away is said once, until there is a session again."""
         if isinstance(error, aiohttp.ClientConnectorError):
-            shortages.note(error.os_error, did="it connected to the reference server")
+            threads.note(error.os_error, did="it connected to the reference server")
         self.why = why_away(error)
         if not self._away_since:
             self._away_since = self._heard_at or time.monotonic()  # a host that is gone takes its time to be missed

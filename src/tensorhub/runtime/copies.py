@@ -9,7 +9,25 @@ import logging
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 
-from ..core.errors import (
+from ..memory.describe import some
+from ..memory.digests import freed
+from ..memory.fill import FillSink
+from ..memory.host_copies import (
+    COPY_THREADS,
+    Direct,
+    HostMemory,
+    can_offload,
+    check_filled,
+    copy_directly,
+    copy_stream,
+    offload,
+    over_shared,
+)
+from ..memory.parallel import in_parallel
+from ..memory.registration import Registration
+from ..memory.room import MAX_COPIES, size_text
+from ..memory.streams import Freed
+from ..protocol.errors import (
     Closed,
     CorruptTransfer,
     HostMemoryFull,
@@ -18,27 +36,16 @@ from ..core.errors import (
     VersionConflict,
     error_from_code,
 )
-from ..core.manifest import Manifest
-from ..core.messages import Failure
-from ..core.names import Digest, Version, WorkerId
-from ..core.worker.events import CopiedIn, CopiedOut, CopyCounted, CopyDropped, Event
-from ..memory.digests import freed
-from ..memory.fill import FillSink
-from ..memory.guarded import Freed
-from ..memory.hostmemory import MOST_THREADS, HostMemory, copy_stream, over_shared
-from ..memory.in_place import some
-from ..memory.offloading import can_offload, check_filled, copy_directly, offload
-from ..memory.parallel import in_parallel
-from ..memory.pinned import Direct
-from ..memory.registration import Registration
-from ..memory.room import MOST_COPIES, size_text
-from ..memory.tiles.inside import copy_boxes, inside
-from ..memory.tiles.tiled import TiledVersion
+from ..protocol.manifest import Manifest
+from ..protocol.messages import Failure
+from ..protocol.names import Digest, Version, WorkerId
+from ..reshard.derive import copy_boxes, inside
+from ..reshard.read import TiledVersion
 from ..transport import sealed
-from ..transport.base import ByteStream, Transport
-from ..transport.progress import Progress
+from ..transport.base import ByteStream, Progress, Transport
 from ..transport.sealed import Shared
-from ..transport.shortages import as_ours
+from ..transport.threads import as_ours
+from ..worker.events import CopiedIn, CopiedOut, CopyCounted, CopyDropped, Event
 from .config import Verify
 from .content import Content, Known, key_of
 from .loops import in_thread, report_end
@@ -49,7 +56,7 @@ _log = logging.getLogger(__name__)
 Look = Callable[[int, Sequence[memoryview], Sequence[memoryview]], None]
 
 COUNT_EVERY_S = 1.0  # a look whether memory that is shared counts here now: as often as reports
-MOST_REMEMBERED = 16  # versions that found no room
+MAX_REMEMBERED = 16  # versions that found no room
 UNPUBLISH = "unpublish() before tensors are freed or given other memory, or use mutating(version=...)"
 
 
@@ -71,7 +78,7 @@ class HostCopies:
         self._transports = transports
         self._verify = verify
         self._limit_bytes = limit_bytes
-        self.most = MOST_COPIES  # where there is no such limit
+        self.most = MAX_COPIES  # where there is no such limit
         self.pinned_bytes: int | None = None  # limit of this process; None: a share of the host's memory
         self._tell = tell
         self._withdraw = withdraw
@@ -174,7 +181,7 @@ class HostCopies:
     def not_ahead(self, version: Version, error: TensorHubError) -> None:
         """There is no room to fetch it ahead. It is tried again; aloud the second time, and not once more."""
         self._no_room[version] = times = self._no_room.pop(version, 0) + 1
-        while len(self._no_room) > MOST_REMEMBERED:
+        while len(self._no_room) > MAX_REMEMBERED:
             del self._no_room[next(iter(self._no_room))]
         level = logging.WARNING if times == 2 else logging.INFO  # the first time others may be about to make room
         _log.log(level, "%s: version %d is not fetched ahead: %s", self.me, version, error)
@@ -299,7 +306,7 @@ class HostCopies:
             fill.stored(chunk)
 
         missing = fill.begin(manifest.encode())
-        in_parallel(one, missing, threads=min(MOST_THREADS, len(missing)), name="share")
+        in_parallel(one, missing, threads=min(COPY_THREADS, len(missing)), name="share")
         failure = self._served(content, manifest)
         if failure is not None:
             self._withdraw(content.key)  # the transports that have taken it

@@ -14,28 +14,22 @@ from functools import partial
 
 from msgspec import structs
 
-from ..core.errors import SessionLost, SourceLost, TensorHubError, TransportMissing, Unavailable
-from ..core.messages import Failure, Grant
-from ..core.names import Digest, Ticket, Version, WorkerId, is_tiled
-from ..core.worker import events
-from ..core.worker.events import Event, ReadAdvanced, ReadEnded, ReadMeasured, ReadOpened, ReadTouched, ServingStopped
 from ..memory.fill import FillSink
 from ..memory.registration import Registration
-from ..memory.tiles.grid import BAND_BYTES
-from ..transport.base import Transport
-from ..transport.choose import Way
-from ..transport.progress import Progress
-from ..transport.shortages import as_ours
-from .background import Background
+from ..protocol.errors import SessionLost, SourceLost, TensorHubError, TransportMissing, Unavailable
+from ..protocol.messages import Failure, Grant
+from ..protocol.names import Digest, Ticket, Version, WorkerId, is_tiled
+from ..reshard.grid import BAND_BYTES
+from ..transport.base import Progress, Transport, Way
+from ..transport.threads import as_ours
+from ..worker import events
+from ..worker.events import Event, ReadAdvanced, ReadEnded, ReadMeasured, ReadOpened, ReadTouched, ServingStopped
 from .config import Verify
-from .content import Content, Known, key_of
+from .content import MEASURE_EVERY_S, Content, Known, Meter, OpenRead, Received, Routes, key_of, withdraw_everywhere
 from .copies import HostCopies
-from .loops import hand_over, in_thread
-from .open_read import OpenRead, Received
-from .routes import MEASURE_EVERY_S, Meter, Routes
-from .tile_plane import TilePlane
+from .loops import Background, hand_over, in_thread
+from .tile_reads import TilePlane
 from .trust import Lease, TrustedSink
-from .withdrawing import withdraw_everywhere
 
 _log = logging.getLogger(__name__)
 

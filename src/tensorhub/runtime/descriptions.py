@@ -12,17 +12,23 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, cast
 
-from ..core.errors import CorruptTransfer, DeadlineExceeded, InvariantViolation, SourceLost, TensorHubError, UsageError
-from ..core.manifest import Layout, decode_manifest
-from ..core.messages import Spec
-from ..core.metadata import Json, decode_metadata
-from ..core.names import Digest, is_tiled
-from ..core.snapshot import DescribedView, LayoutView, TensorView
-from ..memory.tiles.whole import tied, whole_layout
+from ..protocol.errors import (
+    CorruptTransfer,
+    DeadlineExceeded,
+    InvariantViolation,
+    SourceLost,
+    TensorHubError,
+    UsageError,
+)
+from ..protocol.manifest import Json, Layout, decode_manifest, decode_metadata
+from ..protocol.messages import Spec
+from ..protocol.names import Digest, is_tiled
+from ..protocol.status import DescribedView, LayoutView, TensorView
+from ..reshard.read import tied, whole_layout
 from ..transport.base import ByteStream, Sink
-from ..transport.parcels import Parcels
-from ..transport.tcp_reader import TcpRead
-from ..transport.tcp_settings import TcpSettings
+from ..transport.rows import Parcels
+from ..transport.tcp.reader import TcpRead
+from ..transport.tcp.settings import TcpSettings
 from .config import Options
 from .content import key_of
 from .loops import hand_over, in_thread
@@ -183,7 +189,7 @@ class _TilesSink(_ManifestSink):
         self.parcels = Parcels.of(array("q"), [], 0)
 
     def begin(self, manifest: bytes) -> Sequence[int]:
-        from ..memory.tiles.exported import decode_cut  # with numpy, which nothing else here needs
+        from ..reshard.exported import decode_cut  # with numpy, which nothing else here needs
 
         found = decode_cut(manifest, Digest(self._root))
         self.metadata = found.manifest.metadata

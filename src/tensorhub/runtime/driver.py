@@ -1,8 +1,4 @@
-"""Drives one worker's machine: events in from caller, server, data plane and clock; effects out, in their order.
-
-Lives in the process's worker loop. If the machine contradicts itself, that is our bug: its story is logged, every call
-fails, and this worker stops. It must never: decide anything, or look at what an event means.
-"""
+"""Drives a worker's machine: events in from caller, server, data plane and clock, and effects out in order."""
 
 import asyncio
 import contextlib
@@ -14,7 +10,9 @@ from typing import Any, assert_never
 
 from msgspec.structs import replace
 
-from ..core.errors import (
+from ..memory.host_copies import pinned_bytes
+from ..memory.room import MAX_COPIES
+from ..protocol.errors import (
     Closed,
     DeadlineExceeded,
     InvariantViolation,
@@ -23,9 +21,13 @@ from ..core.errors import (
     UsageError,
     error_from_code,
 )
-from ..core.messages import Failure, Hello, Orders, Refusal
-from ..core.names import Version
-from ..core.worker.events import (
+from ..protocol.messages import Failure, Hello, Orders, Refusal
+from ..protocol.names import Version
+from ..transport import threads
+from ..transport.base import Transport
+from ..worker.calls import UNANSWERED
+from ..worker.events import (
+    AddPart,
     Called,
     Cancelled,
     Closing,
@@ -38,32 +40,98 @@ from ..core.worker.events import (
     Event,
     Finished,
     Left,
+    OpenAcross,
     OpenRead,
     ReadBarred,
     Received,
     Send,
+    StartAcross,
     StartRead,
     StartServing,
+    StopPart,
     StopRead,
     StopServing,
     Tick,
     Trust,
     Warn,
 )
-from ..core.worker.events_across import AddPart, OpenAcross, StartAcross, StopPart
-from ..core.worker.machine import Worker
-from ..memory.pinned import pinned_bytes
-from ..memory.room import MOST_COPIES
-from ..transport import shortages
-from ..transport.base import Transport
+from ..worker.machine import Worker
 from .config import Options
 from .connection import START, Connection, LineEvent, unreached
-from .covering import Covering
 from .dataplane import DataPlane
-from .long_waits import LongWait, why_waits
 from .loops import in_thread
+from .tile_reads import Covering
+
+# --- A call that waits for long says so in the log, and for what. It must never: end the call, or keep it waiting.
+
 
 _log = logging.getLogger(__name__)
+
+SAYS_AFTER_S = (5.0, 30.0)  # since it began: what is over by itself is over by the first
+EVERY_S = 60.0  # from then on
+
+
+class LongWait:
+    """Of one call, from its beginning until `end`. Used in the worker loop only."""
+
+    def __init__(self, what: str, why: Callable[[], str]) -> None:
+        """`why` is asked for what it waits for; "" where it waits for nobody, as while bytes come."""
+        self._what, self._why = what, why
+        self._began = time.monotonic()
+        self._times = 0  # that its time to say something has come
+        self._said = ""
+        self._timer: asyncio.TimerHandle | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        beyond = self._times + 1 - len(SAYS_AFTER_S)
+        after_s = SAYS_AFTER_S[self._times] if beyond <= 0 else SAYS_AFTER_S[-1] + beyond * EVERY_S
+        delay_s = self._began + after_s - time.monotonic()
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._remind)
+
+    def _remind(self) -> None:
+        self._times += 1
+        if self._times > 1:
+            self._said = ""  # it still waits for the same, and that was long ago
+        self.say(self._why())
+        self._begin()
+
+    def say(self, why: str) -> None:
+        """That it waits for this, unless it was said just before: the machine, and the clock here, may both say it."""
+        if why and why != self._said:
+            self._said = why
+            _log.warning("%s goes on waiting after %.0f s: %s", self._what, time.monotonic() - self._began, why)
+
+    def end(self) -> None:
+        """The call is over."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+def why_waits(worker: Worker, server: str, why_away: str, now: float) -> str:
+    """What its call waits for, as far as the server has said, or that it says nothing; "" where it waits for nobody.
+
+    In the order in which an error would name it. `why_away`: what was wrong with the line, if there is none.
+    """
+    call, refusal, book = worker.call, worker.refusal, worker.state.book
+    if call is None:
+        return ""
+    if not worker.connected:
+        return f"the reference server at {server}: {refusal.message if refusal is not None else why_away}"
+    unanswered_s = book.unanswered_s(now)
+    if unanswered_s > UNANSWERED * book.every_s:  # what it said before then may no longer be so
+        return f"the reference server at {server} has not answered for {unanswered_s:.3g} s"
+    if call.answer is None:
+        return f"the reference server at {server} has not answered it"
+    return call.answer.waiting.message if call.answer.waiting is not None else ""
+
+
+# --- Drives one worker's machine: events in from caller, server, data plane and clock; effects out, in their order.
+#
+# Lives in the process's worker loop. If the machine contradicts itself, that is our bug: its story is logged, every
+# call
+# fails, and this worker stops. It must never: decide anything, or look at what an event means.
+
 
 TRANSPORT_CLOSE_S = 5.0  # its threads return at once when cut; a copy from a device may take longer
 GOODBYE_S = 0.3  # for the server to hear that an open was given up: twice, an answer and a goodbye
@@ -96,7 +164,7 @@ class Driver:
             host_bytes=options.host_bytes,
             chunk_bytes=options.chunk_bytes,
         )
-        most = max(MOST_COPIES, options.retain + 1)  # what is retained, and what is established
+        most = max(MAX_COPIES, options.retain + 1)  # what is retained, and what is established
         self.data.copies.most = most + bool(hello.companions)  # and what all models of the set have
         self.data.copies.pinned_bytes = options.pinned_bytes
         self.data.tiles.covering = Covering(options, self.me, hello.shards)
@@ -212,7 +280,7 @@ class Driver:
         """With what only this process knows of why time ran out."""
         if failure.code != DeadlineExceeded.code:
             return failure
-        shortage, remedy = shortages.recent()
+        shortage, remedy = threads.recent()
         known = (self.line.why if not self.line.is_connected else "", shortage)
         return replace(failure, message="; ".join([failure.message, *filter(None, known)]), hint=remedy or failure.hint)
 

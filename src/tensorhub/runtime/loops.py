@@ -1,8 +1,4 @@
-"""The one thread with an event loop that all workers of this process share; callers' threads only wait for it.
-
-The thread is a daemon and starts with the first use. A forked child has no threads: it gets a new one for what it opens
-itself, and never touches what it inherited (see `forget_after_fork`).
-"""
+"""The event loop that all workers of a process share, and how other threads hand work to it."""
 
 import _thread
 import asyncio
@@ -17,17 +13,180 @@ import time
 import warnings
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
-from ..core.errors import Closed, DeadlineExceeded, TensorHubError, UsageError
-from ..transport import shortages
-from ..transport.forks import track, tracked
-from ..transport.signals import block_sigpipe
-from ..transport.threads import Thread, is_ending, no_thread, start
-from .errands import Errand, Undo, release
+from ..protocol.errors import Closed, DeadlineExceeded, TensorHubError, UsageError
+from ..transport import threads
+from ..transport.threads import Thread, block_sigpipe, is_ending, no_thread, start, track, tracked
+
+# --- Work that the worker loop does for a caller who waits elsewhere: in a thread that blocks, or in a loop of its
+# own.
+#
+# A caller may be interrupted at any instruction (Ctrl-C). So the two share nothing that such a caller could leave
+# locked:
+# only the loop changes an errand, whoever wants something of it puts that in the loop's queue, and what the caller
+# waits
+# for is a bare lock, or a future of its own loop, that the worker loop releases.
+#
+# It must never: keep the loop waiting for a caller, or lose a result that somebody has to take back.
+
 
 T = TypeVar("T")
+Undo = Callable[[T], Coroutine[object, object, object]]
 _log = logging.getLogger(__name__)
+
+
+class Errand(Generic[T]):
+    """One piece of work, for one caller."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        work: Coroutine[object, object, T],
+        *,
+        undo: Undo[T] | None,
+        on_end: Callable[[], object],
+        on_settled: Callable[[], object],
+    ) -> None:
+        """`on_end` and `on_settled` are called in the loop, once at most. `undo` takes back what nobody waits for."""
+        self._loop = loop
+        self._work = work
+        self._undo = undo
+        self._on_end = on_end
+        self._on_settled = on_settled
+        self._task: asyncio.Task[T] | None = None
+        self._undoing: asyncio.Task[None] | None = None
+        self._is_over = False
+        self._is_told = False  # by the caller, that it waits no more
+        self._is_abandoned = False  # the loop knows
+
+    def begin(self) -> None:
+        """From any thread."""
+        self._loop.call_soon_threadsafe(self._begin)
+
+    def abandon(self) -> None:
+        """From any thread: the caller does not wait any more. `on_settled` comes when nothing is left of the work."""
+        self._loop.call_soon_threadsafe(self._abandon)
+        self._is_told = True
+
+    def abandon_unless_over(self) -> bool:
+        """By a caller that is about to raise: abandon it, unless that is what the work has raised, or has been done."""
+        task = self._task
+        if self._is_told or (task is not None and task.done() and (task.cancelled() or task.exception() is not None)):
+            return False
+        self.abandon()
+        return True
+
+    def outcome(self) -> T:
+        """What the work has returned, or raises what it has raised, once it has ended."""
+        try:
+            assert self._task is not None, "it was never begun"
+            return self._task.result()
+        finally:
+            del self  # a failure's traceback knows this frame
+
+    # --- in the loop --------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        if not self._is_abandoned:
+            self._task = self._loop.create_task(self._work)
+            self._task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[T]) -> None:
+        self._is_over = True
+        if self._is_abandoned:
+            self._take_back(task)
+        self._on_end()
+
+    def _abandon(self) -> None:
+        if self._is_abandoned:
+            return
+        self._is_abandoned = True
+        if self._task is None:
+            self._work.close()
+            self._on_settled()
+        elif self._is_over:
+            self._take_back(self._task)
+        else:
+            self._task.cancel()  # where it has just returned, `_ended` takes that back
+
+    def _take_back(self, task: asyncio.Task[T]) -> None:
+        """It has ended, and nobody takes what it has brought."""
+        if task.cancelled() or task.exception() is not None or self._undo is None:
+            self._on_settled()
+        else:
+            self._undoing = self._loop.create_task(self._undone(self._undo, task.result()))
+
+    async def _undone(self, undo: Undo[T], result: T) -> None:
+        try:
+            await undo(result)
+        except Exception as error:  # noqa: BLE001 - the top of a task that nobody awaits: it is said
+            _log.warning("what nobody waited for could not be taken back: %r", error)
+        finally:
+            self._on_settled()
+
+
+def release(future: "asyncio.Future[None]", loop: asyncio.AbstractEventLoop) -> None:
+    """In the worker loop: a coroutine of that loop need not wait any longer, if it still does."""
+    with contextlib.suppress(RuntimeError):  # that loop has ended, and all who waited in it
+        loop.call_soon_threadsafe(lambda: None if future.done() else future.set_result(None))
+
+
+# --- What a worker does in the background, and what has to wait for it: the withdrawal of exports, by their key.
+#
+# A key may be exported again as soon as its withdrawal has ended, and not before: else the new export would be
+# withdrawn.
+# Used in the worker's loop only.
+
+
+class Background:
+    """Tasks that nobody awaits. Those of one key run one after another."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._last: dict[str, asyncio.Task[None]] = {}  # by key: the newest, while it runs
+
+    def begin(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
+        """Do this now."""
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(report_end)
+        return task
+
+    def begin_for(self, key: str, work: Callable[[], Coroutine[object, object, None]]) -> None:
+        """Do this once all that was begun for the key before has ended."""
+        task = self._last[key] = self.begin(_one_after_another(self._last.get(key), work))
+        task.add_done_callback(lambda ended: self._forget(key, ended))
+
+    def once_free(self, key: str, then: Callable[[], None]) -> None:
+        """Do this now, or as soon as nothing runs for that key."""
+        last = self._last.get(key)
+        if last is None:
+            then()
+        else:
+            last.add_done_callback(lambda _: self.once_free(key, then))
+
+    def _forget(self, key: str, ended: asyncio.Task[None]) -> None:
+        if self._last.get(key) is ended:
+            del self._last[key]
+
+
+async def _one_after_another(
+    first: asyncio.Task[None] | None, second: Callable[[], Coroutine[object, object, None]]
+) -> None:
+    if first is not None:
+        await asyncio.wait([first])
+    await second()
+
+
+# --- The one thread with an event loop that all workers of this process share; callers' threads only wait for it.
+#
+# The thread is a daemon and starts with the first use. A forked child has no threads: it gets a new one for what it
+# opens
+# itself, and never touches what it inherited (see `forget_after_fork`).
+
 
 AGAIN_S = 0.1  # until the next try to start a thread that must be
 GRACE_S = 0.8  # a call that has not ended this long after its deadline is given up by its caller: the loop is stuck
@@ -62,7 +221,7 @@ class _Loop(asyncio.SelectorEventLoop):
 
 def inheritable_loop() -> asyncio.SelectorEventLoop:
     """An event loop that a forked child may inherit: it keeps none of its sockets open. Raises `Unavailable`."""
-    with shortages.named("it made an event loop"):
+    with threads.named("it made an event loop"):
         selector = Tracked()
         try:
             loop = _Loop(selector)
@@ -103,10 +262,10 @@ class LoopThread:
         """
         try:  # no block: an interrupt at its end would lose what the work has brought
             return wait_in(self.loop, work, deadline=deadline, what=what, undo=undo)
-        except shortages.KINDS as error:
-            if not shortages.is_shortage(error):
+        except threads.KINDS as error:
+            if not threads.is_shortage(error):
                 raise
-            raise shortages.unavailable(error, f"it did {what}") from error
+            raise threads.unavailable(error, f"it did {what}") from error
 
     def leaves(self, make_work: Callable[[], Coroutine[object, object, object]]) -> bool:
         """For what a finaliser may do, which runs wherever the collector does: whether it is not to be waited for.
@@ -135,7 +294,7 @@ class LoopThread:
         """Run it in the loop and await it from any loop; a cancelled caller cancels it, as an interrupt of `wait`."""
         loop = asyncio.get_running_loop()
         if loop is self.loop:
-            with shortages.named("it worked for a caller"):
+            with threads.named("it worked for a caller"):
                 return await work
         ended, settled = loop.create_future(), loop.create_future()
         errand = Errand(
@@ -147,7 +306,7 @@ class LoopThread:
         try:
             errand.begin()
             await ended
-            with shortages.named("it worked for a caller"):
+            with threads.named("it worked for a caller"):
                 return errand.outcome()
         except BaseException:
             if errand.abandon_unless_over():
@@ -178,7 +337,7 @@ def wait_in(
         errand.abandon()
         check_unpatched()
         text = f"{what} did not end by its deadline: this process's worker thread does not get to run"
-        text += f"; {limit}" if (limit := shortages.recent()[0]) else ""
+        text += f"; {limit}" if (limit := threads.recent()[0]) else ""
         raise DeadlineExceeded(text, hint="does a native call hold the GIL, or was this process stopped?")
     except BaseException:
         if errand.abandon_unless_over():

@@ -1,39 +1,61 @@
-"""Makes a worker: its transports, its hello, its line to the server; and closes those that were forgotten at exit."""
+"""Opens a worker: transports, hello and connection; and tensors that `load` fills without a caller's registration."""
 
 import asyncio
 import atexit
 import contextlib
+import dataclasses
 import logging
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 from uuid import uuid4
 
 from msgspec.structs import replace
 
-from ..core.errors import ServerUnreachable, ShardTaken, TensorHubError, TransportMissing, Unavailable, UsageError
-from ..core.messages import PROTOCOL, Hello
-from ..core.names import ModelName, ReplicaName, Shard
-from ..transport import nixl_path, sealed, shortages
-from ..transport.base import Transport
-from ..transport.choose import PREFERENCE
-from ..transport.local import LocalSettings, LocalTransport
-from ..transport.tcp import TcpTransport
-from ..transport.tcp_addresses import host_of, is_loopback
-from ..transport.tcp_settings import TcpSettings
+from ..memory.empty import allocate
+from ..memory.registration import Registration, register
+from ..protocol.errors import (
+    ServerUnreachable,
+    ShardTaken,
+    TensorHubError,
+    TransportMissing,
+    Unavailable,
+    UsageError,
+    VersionUnavailable,
+)
+from ..protocol.layout import Box
+from ..protocol.manifest import Json, Layout
+from ..protocol.messages import PROTOCOL, Hello, Spec
+from ..protocol.names import ModelName, ReplicaName, Shard
+from ..transport import sealed, threads
+from ..transport.base import PREFERENCE, Transport
+from ..transport.local.transport import LocalSettings, LocalTransport
+from ..transport.nixl import agent
+from ..transport.tcp.addresses import host_of, is_loopback
+from ..transport.tcp.settings import TcpSettings
+from ..transport.tcp.transport import TcpTransport
 from ..transport.threads import Thread, start
 from .client import Client, living
 from .config import OTHER_HOST, Options
+from .descriptions import layouts_of, whole_layout_of
 from .loops import in_thread, loop_thread
+
+if TYPE_CHECKING:
+    from ..memory.registration import type_of_tensor
+
+
+# --- Makes a worker: its transports, its hello, its line to the server; and closes those that were forgotten at exit.
+
 
 _log = logging.getLogger(__name__)
 
 TRY_TCP = "add tcp to transports= or TENSORHUB_TRANSPORTS, and see `tensorhub doctor`"
-MOST_PROBE_S = 30.0  # of NIXL, in a child process: it takes 1 s, and 6 s were seen under ten times too much load
+MAX_PROBE_S = 30.0  # of NIXL, in a child process: it takes 1 s, and 6 s were seen under ten times too much load
 PROBE_SHARE = 0.5  # and at most so much of what `open` may take: a NIXL that hangs must not make it fail
 ABANDONED_S = 5.0  # for a worker that was opened for nobody to say goodbye: it takes milliseconds with a server there
 EXIT_S = 0.5  # for everybody together: the interpreter must not hang
@@ -60,7 +82,7 @@ async def open_client(
         try:
             async with asyncio.timeout_at(deadline):
                 host = options.host or await in_thread(partial(_address_towards, options.server), name="resolve")
-                probe_s = min(MOST_PROBE_S, PROBE_SHARE * (deadline - time.monotonic()))
+                probe_s = min(MAX_PROBE_S, PROBE_SHARE * (deadline - time.monotonic()))
                 transports = await in_thread(partial(listening.listen, host, probe_s), name="listen")
         except TimeoutError as error:
             text = f"{model}/{replica}[{shard}]: names on the way to {options.server} were not resolved in time"
@@ -159,8 +181,8 @@ def _place(transports: Mapping[str, Transport]) -> str:
     try:
         sealed.probe()
     except sealed.Unmappable as error:
-        if error.__cause__ is not None and shortages.is_shortage(error.__cause__):
-            raise shortages.unavailable(error.__cause__, "it made memory that others can map") from error
+        if error.__cause__ is not None and threads.is_shortage(error.__cause__):
+            raise threads.unavailable(error.__cause__, "it made memory that others can map") from error
         return ""
     return local.mapping_place
 
@@ -173,7 +195,7 @@ def wanted_transports(options: Options) -> tuple[str, ...]:
     if options.transports:
         return options.transports
     left_out = {"cuda"}
-    has_advantage, why = nixl_path.advantage()
+    has_advantage, why = agent.advantage()
     if not has_advantage:
         _log.debug("no nixl transport by default: %s", why)
         left_out.add("nixl")
@@ -212,7 +234,7 @@ def _check_guarded(transports: Mapping[str, Transport], options: Options) -> Non
             raise UsageError(text, hint=f"{OTHER_HOST}; or let everybody read: insecure=True, TENSORHUB_INSECURE=1")
 
 
-def make_transport(scheme: str, host: str, options: Options, *, probe_s: float = MOST_PROBE_S) -> Transport:
+def make_transport(scheme: str, host: str, options: Options, *, probe_s: float = MAX_PROBE_S) -> Transport:
     """A transport by its scheme, listening. Raises `TransportMissing` where it cannot be had, or is `Unavailable` now.
 
     The first `nixl` of a process tries NIXL in a child process, which takes about a second, and `probe_s` at most.
@@ -221,8 +243,8 @@ def make_transport(scheme: str, host: str, options: Options, *, probe_s: float =
     try:
         return _made(scheme, host, token, options, probe_s)
     except OSError as error:
-        if shortages.is_shortage(error):
-            raise shortages.unavailable(error, f"it made its {scheme} transport") from error
+        if threads.is_shortage(error):
+            raise threads.unavailable(error, f"it made its {scheme} transport") from error
         text = f"cannot listen for peers on host={host!r}: {error.strerror or error}"
         raise UsageError(text, hint="set host= or TENSORHUB_HOST to an address of this machine") from error
 
@@ -232,13 +254,13 @@ def _made(scheme: str, host: str, token: str | None, options: Options, probe_s: 
         case "cuda":
             from ..transport.cuda import CudaSettings, CudaTransport
 
-            if not nixl_path.has_gpu():
+            if not agent.has_gpu():
                 raise TransportMissing("no NVIDIA device is here", hint="tensors on the host go by local and tcp")
             return CudaTransport(CudaSettings(token=token, device_share=options.device_share))
         case "local":
             return LocalTransport(LocalSettings(token=token, allow_readers=options.ptrace))
         case "nixl":
-            from ..transport.nixl import NixlSettings, NixlTransport
+            from ..transport.nixl.transport import NixlSettings, NixlTransport
 
             return NixlTransport(NixlSettings(host=host, token=token, probe_s=probe_s))
         case "tcp":
@@ -250,9 +272,9 @@ def _made(scheme: str, host: str, token: str | None, options: Options, probe_s: 
 def _address_towards(server: str) -> str:
     """This machine's address on the way to the server: peers reach us there. Sends nothing."""
     host, _, port = server.rpartition(":")
-    with shortages.tolerated("it looked for its own address"):
+    with threads.tolerated("it looked for its own address"):
         for family, kind, _, _, address in socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM):
-            with shortages.tolerated("it looked for its own address"), socket.socket(family, kind) as probe:
+            with threads.tolerated("it looked for its own address"), socket.socket(family, kind) as probe:
                 probe.connect(address)
                 return host_of(probe.getsockname())
     return "127.0.0.1"
@@ -298,3 +320,97 @@ def _forget_after_fork() -> None:
 
 atexit.register(_close_forgotten)
 os.register_at_fork(after_in_child=_forget_after_fork)
+
+
+# --- Fills tensors that nobody has registered before: the work behind `load`.
+#
+# It joins as a replica of its own for as long as the transfer takes, one worker for each shard, and leaves. Nobody
+# relies
+# on it meanwhile, and nothing is fetched ahead for it. It must never: leave a worker behind, however it ends.
+
+
+LEAVE_S = 5.0  # for those who have begun to read from us meanwhile
+LEAVE_SHARE = 0.1  # of the time for all of it, at most
+AGAIN_S = 0.2  # the newest version was lost between two questions: the next one is about to come
+
+
+class Filled(NamedTuple):
+    """One shard of a version, the caller's alone."""
+
+    tensors: "dict[str, type_of_tensor]"
+    version: int
+    metadata: dict[str, Json]
+
+
+async def fill_all(
+    options: Options, model: str, spec: Spec, deadline: float, *, check: Callable[[int], None] = lambda shards: None
+) -> list[Filled]:
+    """Every shard of the version that the spec means. `check` may object to how many there are."""
+    options = dataclasses.replace(options, prefetch="never", retain=0, host_bytes=0)
+    while True:
+        laid = await layouts_of(options, model, spec, deadline)
+        try:
+            if laid.cut_by:  # however many shards it has: what they are parts of is whole here
+                whole = await whole_layout_of(options, model, laid, deadline)
+                return await _fill(options, model, laid.version, [whole], deadline, boxes={})
+            check(len(laid.layouts))
+            return await _fill(options, model, laid.version, laid.layouts, deadline)
+        except VersionUnavailable:
+            if isinstance(spec, int) or time.monotonic() + AGAIN_S >= deadline:
+                raise
+            await asyncio.sleep(AGAIN_S)  # "latest" is another one by now
+
+
+async def _fill(
+    options: Options,
+    model: str,
+    version: int,
+    layouts: list[Layout],
+    deadline: float,
+    *,
+    boxes: "Mapping[str, Sequence[Box]] | None" = None,
+) -> list[Filled]:
+    made = await _allocated(layouts, boxes)
+    replica, clients = f"load-{uuid4().hex[:12]}", list[Client]()
+    leave_s = min(LEAVE_S, LEAVE_SHARE * (deadline - time.monotonic()))
+    try:
+        for shard, (_, registration) in enumerate(made):
+            till_s = deadline - leave_s
+            opening = open_client(model, replica, shard, len(made), False, options, till_s, is_passing=True)
+            clients.append(await opening)
+            await clients[-1].register(registration, till_s)
+        await _replicate(clients, version, deadline - leave_s)
+        said = [client.metadata or {} for client in clients]
+    finally:
+        leaving = (client.close(time.monotonic() + leave_s) for client in clients)
+        await asyncio.gather(*leaving, return_exceptions=True)
+    return [Filled(tensors, version, words) for (tensors, _), words in zip(made, said, strict=True)]
+
+
+async def _allocated(
+    layouts: list[Layout], boxes: "Mapping[str, Sequence[Box]] | None" = None
+) -> "list[tuple[dict[str, type_of_tensor], Registration]]":
+    """Uninitialised tensors for each shard, and what `register` makes of them."""
+    return await in_thread(lambda: [_made_to_load(layout, boxes) for layout in layouts], name="allocate")
+
+
+def _made_to_load(
+    layout: Layout, boxes: "Mapping[str, Sequence[Box]] | None"
+) -> "tuple[dict[str, type_of_tensor], Registration]":
+    """In a thread: the first who needs torch waits seconds for it."""
+    tensors = allocate(layout)
+    registration = register(tensors, boxes=boxes)
+    if boxes is None and registration.layout_digest != layout.digest():
+        raise UsageError(f"tensors laid out as {len(layout.tensors)} published ones cannot be made here")
+    return tensors, registration
+
+
+async def _replicate(clients: list[Client], version: int, deadline: float) -> None:
+    """On all shards at once. One that fails fails for all of them."""
+    calls = [asyncio.ensure_future(client.operate("replicate", version, deadline)) for client in clients]
+    try:
+        await asyncio.gather(*calls)
+    finally:
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)

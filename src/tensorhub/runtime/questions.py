@@ -1,19 +1,16 @@
-"""What anybody may ask a reference server over plain HTTP: how things are, and to be told when they are otherwise.
-
-Each question ends by its deadline; a server that is away is asked again until then. It must never: need a session.
-"""
+"""Questions to a server over plain HTTP, and what a version is for a process that holds nothing of it."""
 
 import asyncio
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from typing import TypeVar
 
 import aiohttp
 import msgspec
 
-from ..core.decoding import Decoder, Undecodable, decoded
-from ..core.errors import (
+from ..protocol.errors import (
     CorruptTransfer,
     DeadlineExceeded,
     Refused,
@@ -24,19 +21,56 @@ from ..core.errors import (
     error_from_code,
     printable,
 )
-from ..core.manifest import Layout, decode_layout
-from ..core.messages import Spec
-from ..core.names import Version
-from ..core.snapshot import CutsView, DescribedView, HeldView, Status
-from ..core.version_spec import parse_spec
-from .config import MOST_SHARDS, OTHER_HOST, Options, with_own_token
-from .connection import CONNECT_S, STATUSES, retry_delay_s, unreached, why_away
-from .resolving import http_session
+from ..protocol.manifest import Layout, decode_layout
+from ..protocol.messages import Spec, parse_spec
+from ..protocol.names import Decoder, Undecodable, Version, decoded, plain, plain_number
+from ..protocol.status import CutsView, DescribedView, HeldView, Status
+from .config import MAX_SHARDS, OTHER_HOST, Options, with_own_token
+from .connection import CONNECT_S, STATUSES, http_session, retry_delay_s, unreached, why_away
+
+# --- What callers and their texts mean by a version, as the plain int or str that travels.
+#
+# Numbers of steps come out of numpy, and names out of enums. What is an integer or a text counts as one; anything
+# else is
+# left as it is, for `core.version_spec` to refuse.
+
+
+MAX_DIGITS = 100  # of a text that is looked at as a number: Python itself refuses thousands
+
+
+def plain_spec(spec: Spec) -> Spec:
+    """A spec as nothing but an int or a str, where it is one by another name (numpy.int64, numpy.str_, an enum's)."""
+    given = plain_number(spec)
+    if isinstance(given, Integral) and not isinstance(given, bool):
+        return int(given)
+    return plain(given) if isinstance(given, str) else spec
+
+
+def parse_number(version: Spec, what: str) -> Version:
+    """The version that is named by its number. Raises `UsageError` that says what needs one."""
+    named = plain_spec(version)
+    found = parse_spec(named) if isinstance(named, int) and not isinstance(named, bool) else None
+    if found is None:
+        raise UsageError(f"{what} needs a version number, not {version!r}", hint="an integer, such as 7")
+    return found
+
+
+def spec_of_text(text: str) -> Spec:
+    """A spec as it stands in an address or a reference. Raises `UsageError`."""
+    spec: Spec = int(text) if text.isdecimal() and len(text) <= MAX_DIGITS else text
+    parse_spec(spec)
+    return spec
+
+
+# --- What anybody may ask a reference server over plain HTTP: how things are, and to be told when they are otherwise.
+#
+# Each question ends by its deadline; a server that is away is asked again until then. It must never: need a session.
+
 
 LONG_POLL_S = 20.0  # below the minute after which a proxy may cut an idle connection
 ANSWER_S = 0.2  # before the deadline, so that what is missing is known when time runs out
 HERE = "`tensorhub status` shows which models and versions there are; latest is the newest"
-MOST_ANSWER_BYTES = 256 * 1024 * 1024  # the status of 20,000 workers takes some 20 MiB
+MAX_ANSWER_BYTES = 256 * 1024 * 1024  # the status of 20,000 workers takes some 20 MiB
 
 T = TypeVar("T")
 Question = Mapping[str, str | list[str]]
@@ -145,7 +179,7 @@ async def wait_for_description(
             hint = HERE  # nobody waits here for a number, as replicate() may
         raise error_from_code(found.failure.code, found.failure.message, hint=hint or None)
     try:
-        if not 1 <= found.shards <= MOST_SHARDS:
+        if not 1 <= found.shards <= MAX_SHARDS:
             raise UsageError(f"a shard of {found.shards}")
         return found, decode_layout(found.layout)
     except UsageError as error:
@@ -228,8 +262,8 @@ async def _get(http: aiohttp.ClientSession, options: Options, path: str, params:
             body = bytearray()
             async for piece in answer.content.iter_any():
                 body += piece
-                if len(body) > MOST_ANSWER_BYTES:
-                    raise _Away(f"its answer has more than {MOST_ANSWER_BYTES} B: is that a reference server?")
+                if len(body) > MAX_ANSWER_BYTES:
+                    raise _Away(f"its answer has more than {MAX_ANSWER_BYTES} B: is that a reference server?")
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         raise _Away(why_away(error)) from error
     if answer.status == 200:

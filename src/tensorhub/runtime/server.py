@@ -1,49 +1,392 @@
-"""The reference server: sockets and a clock around `core.server.Server`, which decides everything.
-
-One event loop owns the machine. What workers say waits in the intake until it is decided: the machine's time is the
-time up to which all that came was handled. Workers talk to it over `/v1/session` (WebSocket), everybody else over HTTP:
-`/v1/status`, `/healthz`, and the questions of `answers`. Whatever a stranger sends, nothing but its own connection
-suffers. It must never: touch a weight byte, or remember what the machine does not.
-"""
+"""The reference server's shell: sockets and a clock around the machine that decides."""
 
 import asyncio
+import contextlib
 import hmac
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from math import inf
+from typing import Protocol
 
-from aiohttp import WSMsgType, web
+from aiohttp import WSCloseCode, WSMsgType, web
 from aiohttp.typedefs import Handler
 
-from ..core.messages import (
+from ..protocol.messages import (
     MAX_LAYOUT_BYTES,
     PROTOCOL,
     Hello,
     LayoutInfo,
+    LayoutWanted,
     Orders,
     Refusal,
     Report,
     ToServer,
     ToWorker,
 )
-from ..core.server import Server
-from ..core.settings import Settings
-from ..core.snapshot import Status
-from .accepted import Accepted
-from .answers import Answers
-from .browsers import Names
-from .codec import Malformed, OddNumber, decode_to_server
+from ..protocol.names import Digest, Ticket
+from ..protocol.settings import Settings
+from ..protocol.status import Status
+from ..server import Server
+from .admission import Accepted, Descriptors, Names, Stranger, Strangers
+from .answers import Answers, Shown
+from .codec import Malformed, OddNumber, decode_to_server, encode
 from .config import OTHER_HOST
-from .descriptors import Descriptors
-from .intake import Intake
-from .layouts import UnknownLayouts
-from .lines import Line
-from .showing import Shown
-from .strangers import Stranger, Strangers
+
+# --- One worker's WebSocket as the reference server sees it.
+#
+# Orders are the whole truth at their number, so only the newest wait to be sent: a worker that does not read costs one
+# message of memory, and its line is cut after a while. It must never: block whoever posts, or let one line delay
+# another.
+
 
 _log = logging.getLogger(__name__)
+
+CLOSE_S = 1.0  # for the other side's goodbye
+
+
+class Line:
+    """A connection. `sender` is its name towards the machine."""
+
+    def __init__(self, sender: str, socket: web.WebSocketResponse, request: web.Request) -> None:
+        self.sender = sender
+        self.name = "a stranger"
+        self.socket = socket
+        self.has_said_hello = False
+        self.is_cut = False
+        self.opened_at = self.heard_at = time.monotonic()
+        self.sending_since = inf
+        self.logged_ticket = Ticket(0)
+        self._transport = request.transport
+        self._orders: Orders | None = None
+        self._refusal: Refusal | None = None
+        self._wanted: LayoutWanted | None = None
+        self._has_mail = asyncio.Event()
+
+    @property
+    def is_refused(self) -> bool:
+        return self._refusal is not None
+
+    def post(self, message: ToWorker) -> None:
+        """Send it soon. After a refusal nothing more is sent, and the line is closed."""
+        if self._refusal is not None:
+            return
+        if isinstance(message, Refusal):
+            self._refusal = message
+        else:
+            self._orders = message
+        self._has_mail.set()
+
+    def ask(self, layout: Digest) -> None:
+        """Let it say what this layout is, the one that its newest report names."""
+        self._wanted = LayoutWanted(layout)
+        self._has_mail.set()
+
+    async def write(self) -> None:
+        """Send what is posted, until the line ends or was refused."""
+        with contextlib.suppress(OSError, RuntimeError):  # it is closing: whoever reads it sees that
+            while True:
+                await self._has_mail.wait()
+                self._has_mail.clear()
+                orders, self._orders = self._orders, None
+                wanted, self._wanted = self._wanted, None
+                self.sending_since = time.monotonic()
+                if self._refusal is not None:
+                    await self.socket.send_bytes(encode(self._refusal))
+                    await self.socket.close(code=WSCloseCode.POLICY_VIOLATION)
+                    return
+                for message in (orders, wanted):
+                    if message is not None:
+                        await self.socket.send_bytes(encode(message))
+                self.sending_since = inf
+
+    async def say_goodbye(self) -> None:
+        """The server stops: tell the worker, so that it looks for the next one at once."""
+        with contextlib.suppress(OSError, RuntimeError, TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                await self.socket.close(code=WSCloseCode.GOING_AWAY)
+
+    def note_end(self, writer: "asyncio.Task[None]") -> None:
+        """What wrote to it has ended. If not by the line's end, that is our bug: it is said, and the line cut."""
+        if not writer.cancelled() and (error := writer.exception()) is not None:
+            _log.error("the line to %s ends: %r", self.name, error, exc_info=error)
+            self.cut()
+
+    def forget_failure(self) -> None:
+        """What ended it knows the socket, which knows it: without this circle all that it holds goes at once."""
+        error = self.socket.exception()
+        if error is not None:
+            error.__traceback__ = None
+
+    def cut(self) -> None:
+        """End it without a word."""
+        self.is_cut = True
+        if self._transport is not None:
+            self._transport.abort()
+
+
+# --- What workers have sent and nobody has decided about yet: one decider takes the lines in turn.
+#
+# A report is whole, so of each line only the newest waits: however late the decisions are, no more than one report of
+# each worker is owed an answer. The decider lets everybody else run after a few milliseconds, so that orders leave, and
+# lines are read, while others still wait.
+#
+# Lateness is no time: what waits is handled as of when it came (`now`), in the order in which the lines began to
+# wait. So
+# no lease ends, and no recovery, while a report that would have changed that waits here. It must never: drop the last
+# thing that a line has said, or look into a message.
+
+
+SLICE_S = 0.002  # at a stretch: an update's decisions take up to that, and a turn of the loop 20 µs
+
+
+class Decider(Protocol):
+    """Who handles what has come, at the time when it came."""
+
+    def decide(self, line: Line, message: ToServer, *, now: float, arrived: float) -> None:
+        """Handle one message."""
+
+    def end(self, line: Line, *, now: float) -> None:
+        """The line has ended, and all that it said was handled."""
+
+    def rest(self) -> None:
+        """Nothing waits any more."""
+
+
+class Inbox:
+    """What one line has said and nobody has handled; the newest of each kind."""
+
+    def __init__(self, now: float) -> None:
+        self.first_at = self.last_at = now  # when the first and the last of it came
+        self.hello: Hello | None = None
+        self.layout: LayoutInfo | None = None
+        self.report: Report | None = None
+        self.is_over = False  # and the line has ended
+
+    def put(self, message: ToServer, now: float) -> None:
+        self.last_at = now
+        match message:
+            case Hello():
+                self.hello = message
+            case LayoutInfo():
+                self.layout = message
+            case Report():
+                self.report = message
+
+    def messages(self) -> list[ToServer]:
+        """In their order: a report may be about the layout that came before it, never the other way round."""
+        return [message for message in (self.hello, self.layout, self.report) if message is not None]
+
+
+class Intake:
+    """The queue of lines, and the task that empties it."""
+
+    def __init__(self, decider: Decider, clock: Callable[[], float] = time.monotonic) -> None:
+        self._decider = decider
+        self._clock = clock
+        self._waiting: deque[tuple[Line, Inbox]] = deque()
+        self._inboxes: dict[str, Inbox] = {}  # of the lines in the queue, by sender
+        self._has_mail = asyncio.Event()
+        self.replaced = 0  # reports in whose place a newer one was handled
+
+    @property
+    def is_busy(self) -> bool:
+        """Something waits."""
+        return bool(self._waiting)
+
+    @property
+    def now(self) -> float:
+        """The time up to which all that came has been handled: the machine's."""
+        return self._waiting[0][1].first_at if self._waiting else self._clock()
+
+    def put(self, line: Line, message: ToServer) -> None:
+        """The line has said this."""
+        inbox = self._inbox(line)
+        self.replaced += isinstance(message, Report) and inbox.report is not None
+        inbox.put(message, self._clock())
+
+    def put_back(self, line: Line, report: Report) -> None:
+        """What the line has said before can be handled now, if it has said nothing newer."""
+        inbox = self._inbox(line)
+        inbox.report = inbox.report or report
+
+    def end(self, line: Line) -> None:
+        """The line has ended. What it said before counts."""
+        self._inbox(line).is_over = True
+
+    def _inbox(self, line: Line) -> Inbox:
+        inbox = self._inboxes.get(line.sender)
+        if inbox is None:
+            inbox = self._inboxes[line.sender] = Inbox(self._clock())
+            self._waiting.append((line, inbox))
+            self._has_mail.set()
+        return inbox
+
+    async def run(self) -> None:
+        """For ever: decide for a slice of time, then let the others run."""
+        while True:
+            await self._has_mail.wait()
+            self._has_mail.clear()
+            while self._waiting:
+                self._decide_for(SLICE_S)
+                await asyncio.sleep(0)
+            self._decider.rest()
+
+    def _decide_for(self, seconds: float) -> None:
+        until = self._clock() + seconds
+        while self._waiting:
+            self._take_first()
+            if self._clock() >= until:
+                return
+
+    def _take_first(self) -> None:
+        line, inbox = self._waiting.popleft()
+        del self._inboxes[line.sender]
+        for message in inbox.messages():
+            if not line.is_refused:
+                self._decider.decide(line, message, now=inbox.first_at, arrived=inbox.last_at)
+        if inbox.is_over:
+            self._decider.end(line, now=inbox.first_at)
+
+
+# --- Reports that name a layout which the server does not know wait here until one who has it says what it is.
+#
+# A layout of ten thousand tensors takes a megabyte, and all workers of a model have the same few. So a worker sends its
+# own when asked for it, and of those who wait for one layout, one is asked. Another one is asked if that takes long:
+# the
+# first may have stopped, or its host may be gone. Each is asked once.
+#
+# A report that waits does not prolong its worker's lease. So after a while all who wait are let through, and whoever
+# names the layout later: a decision needs its digest alone, and only errors and the grid of a publish want to know
+# more.
+#
+# It must never: drop the last thing that a line has said, ask all at once, or let one worker end the lease of another.
+
+
+ASK_AGAIN_S = 0.5  # a megabyte takes 0.1 s on a link of 100 Mbit/s
+ASK_AGAIN_MOST_S = 8.0  # it doubles up to here: 16 MiB across a slow link take long, and from everybody longer
+
+
+@dataclass
+class _Waiting:
+    line: Line
+    report: Report | None = None  # the newest; None: it was let through
+    is_asked: bool = False
+
+
+class _Queue:
+    """Those who name one layout, the first first."""
+
+    def __init__(self, layout: Digest) -> None:
+        self.layout = layout
+        self.waiting: dict[str, _Waiting] = {}  # by sender
+        self.is_overdue = False
+        self.pause_s = ASK_AGAIN_S
+        self.next_ask: asyncio.TimerHandle | None = None
+        self.overdue: asyncio.TimerHandle | None = None
+
+    def ask(self) -> None:
+        """Ask the first who was not asked yet, and the next one if that takes long."""
+        if self.next_ask is not None:
+            self.next_ask.cancel()
+            self.next_ask = None
+        first = next((each for each in self.waiting.values() if not each.is_asked), None)
+        if first is None:
+            return
+        first.is_asked = True
+        first.line.ask(self.layout)
+        self.next_ask = asyncio.get_running_loop().call_later(self.pause_s, self.ask)
+        self.pause_s = min(2 * self.pause_s, ASK_AGAIN_MOST_S)
+
+    def end(self) -> None:
+        for timer in (self.next_ask, self.overdue):
+            if timer is not None:
+                timer.cancel()
+
+
+class UnknownLayouts:
+    """The queues. `is_known` is asked of each report's layout: it must be quick.
+
+    What has waited for `patience_s` is given to `let_through`, and comes back to `holds`, which then lets it pass.
+    """
+
+    def __init__(
+        self, is_known: Callable[[Digest], bool], let_through: Callable[[Line, Report], None], *, patience_s: float
+    ) -> None:
+        self._is_known = is_known
+        self._let_through = let_through
+        self._patience_s = patience_s
+        self._queues: dict[Digest, _Queue] = {}
+        self._waits_for: dict[str, Digest] = {}  # by sender
+
+    def holds(self, line: Line, report: Report) -> bool:
+        """Whether the report waits here now. What its line said before is of no use any more, either way."""
+        layout = report.layout
+        if not layout or self._is_known(layout):
+            if self._waits_for:
+                self.take(line)
+            return False
+        if self._waits_for.get(line.sender) != layout:
+            self.take(line)
+            self._waits_for[line.sender] = layout
+        queue = self._queues.get(layout) or self._begin(layout)
+        waiting = queue.waiting.setdefault(line.sender, _Waiting(line))
+        waiting.report = None if queue.is_overdue else report
+        if queue.next_ask is None:
+            queue.ask()
+        return not queue.is_overdue
+
+    def take(self, line: Line) -> Report | None:
+        """The report of this line that waits here, if any; from now on it does not."""
+        layout = self._waits_for.pop(line.sender, None)
+        if layout is None:
+            return None
+        queue = self._queues[layout]
+        gone = queue.waiting.pop(line.sender)
+        if not queue.waiting:
+            queue.end()
+            del self._queues[layout]
+        elif gone.is_asked:
+            queue.ask()  # the others need not wait for who has gone
+        return gone.report
+
+    def came(self, layout: Digest) -> None:
+        """Somebody has said what this layout is: those who wait for it are let through, in their order."""
+        queue = self._queues.pop(layout, None)
+        if queue is None:
+            return
+        queue.end()
+        for sender in queue.waiting:
+            del self._waits_for[sender]
+        self._release(queue)
+
+    def _begin(self, layout: Digest) -> _Queue:
+        queue = self._queues[layout] = _Queue(layout)
+        queue.overdue = asyncio.get_running_loop().call_later(self._patience_s, self._give_up, queue)
+        return queue
+
+    def _give_up(self, queue: _Queue) -> None:
+        queue.is_overdue = True
+        self._release(queue)
+
+    def _release(self, queue: _Queue) -> None:
+        for each in queue.waiting.values():
+            report, each.report = each.report, None
+            if report is not None:
+                self._let_through(each.line, report)
+
+
+# --- The reference server: sockets and a clock around `core.server.Server`, which decides everything.
+#
+# One event loop owns the machine. What workers say waits in the intake until it is decided: the machine's time is the
+# time up to which all that came was handled. Workers talk to it over `/v1/session` (WebSocket), everybody else over
+# HTTP:
+# `/v1/status`, `/healthz`, and the questions of `answers`. Whatever a stranger sends, nothing but its own connection
+# suffers. It must never: touch a weight byte, or remember what the machine does not.
+
 
 HELLO_S = 5.0  # from the connection to its first request, and from there to a worker's first message
 HURRY_S = 0.5  # the same, and from one request to the next, where descriptors are short: workers say hello at once

@@ -20,19 +20,16 @@ from types import TracebackType
 
 from aiohttp import web
 
-from ..core.errors import Closed, TensorHubError, Unavailable, UsageError
-from ..core.settings import Settings
-from ..core.snapshot import Status
-from ..transport import shortages
-from ..transport.signals import block_sigpipe
-from ..transport.tcp_addresses import check_all_interfaces, is_loopback
-from ..transport.threads import Thread, start
-from .config import access_of, check_integer, parse_text, server_names
-from .descriptors import check_limit, raise_limit
+from ..protocol.errors import Closed, TensorHubError, Unavailable, UsageError
+from ..protocol.settings import Settings
+from ..protocol.status import Status
+from ..transport import threads
+from ..transport.tcp.addresses import check_all_interfaces, is_loopback
+from ..transport.threads import Thread, block_sigpipe, start
+from .admission import Seldom, check_limit, raise_limit
+from .config import access_of, check_integer, parse_text, secret, server_names
 from .loops import check_process, check_unpatched, held_lock, inheritable_loop, wait_in, warn_unreferenced
-from .requests import Seldom
 from .server import SPARE_CONNECTIONS, ServerShell
-from .state_dir import secret
 
 _log = logging.getLogger(__name__)
 
@@ -98,12 +95,12 @@ async def start_server(
         raise
     except OSError as error:
         await runner.cleanup()
-        if shortages.is_shortage(error):
-            raise shortages.unavailable(error, f"it listened on {shown}:{port}") from error
+        if threads.is_shortage(error):
+            raise threads.unavailable(error, f"it listened on {shown}:{port}") from error
         raise _not_to_be_had(f"{shown}:{port}", error) from error
-    if shortages.lacks_files():  # asyncio passes over an address for which it has no socket
+    if threads.lacks_files():  # asyncio passes over an address for which it has no socket
         await runner.cleanup()
-        raise shortages.unavailable(OSError(errno.EMFILE, os.strerror(errno.EMFILE)), f"it listened on {shown}:{port}")
+        raise threads.unavailable(OSError(errno.EMFILE, os.strerror(errno.EMFILE)), f"it listened on {shown}:{port}")
     bound = runner.addresses[0][1]
     if not all(is_loopback(address[0]) for address in runner.addresses):
         shell.names.look_up()
@@ -191,7 +188,7 @@ def run_server(
             raise server.shell.failure
 
     with (
-        shortages.named("it ran a server"),
+        threads.named("it ran a server"),
         _garbage_collected_rarely(),
         asyncio.Runner(loop_factory=_fastest_loop()) as runner,
     ):
@@ -229,7 +226,7 @@ class _Life:
         """In its thread, to its end."""
         block_sigpipe()
         try:
-            with shortages.named("it ran a server"), asyncio.Runner(loop_factory=inheritable_loop) as runner:
+            with threads.named("it ran a server"), asyncio.Runner(loop_factory=inheritable_loop) as runner:
                 runner.run(self._serve())
         except Exception as error:  # noqa: BLE001 - the top of a thread: raised where the server was started
             self.error = error

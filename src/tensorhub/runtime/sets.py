@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from ..core.errors import (
+from ..protocol.errors import (
     GroupIncomplete,
     GroupMismatch,
     TensorHubError,
@@ -22,14 +22,13 @@ from ..core.errors import (
     VersionConflict,
     VersionUnavailable,
 )
-from ..core.messages import Holding, Spec
-from ..core.names import Version
-from ..core.version_spec import PREFETCHED, parse_spec
-from ..core.worker.events import Called, MayWithdraw
+from ..protocol.messages import PREFETCHED, Holding, Spec, parse_spec
+from ..protocol.names import Version
+from ..worker.events import Called, MayWithdraw
 from .client import Client
 from .content import Known, changed_tensors
-from .hashing import by
-from .specs import plain_spec
+from .publishing import by
+from .questions import plain_spec
 
 BACK_S = 30.0  # to publish once more what was withdrawn in vain, for each model: it is hashed again
 

@@ -1,21 +1,26 @@
-"""A read counts only while its reader may trust it: inside its own lease, and until it was told to stop.
-
-`TrustedSink` stands between a transport and a fill and asks the gate before and after a chunk is judged, and again
-before it is counted. It must never: prolong anything by itself.
-"""
+"""Sinks that stop counting chunks when their reader's lease ends or its read is stopped."""
 
 import threading
 import time
+from array import array
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from math import inf
 
-from ..core.errors import SessionLost
-from ..core.manifest import Manifest
 from ..memory.fill import FillSink
-from ..transport.base import ByteStream, Look, Terms
-from ..transport.gates import Gate, Until
+from ..protocol.errors import InvariantViolation, SessionLost, TensorHubError
+from ..protocol.manifest import Manifest
+from ..protocol.messages import Grant
+from ..reshard.read import Leg, Offer
+from ..transport.base import ByteStream, Gate, Look, Terms, Until
+from ..transport.rows import Parcels
 from ..transport.sealed import Shared
+
+# --- A read counts only while its reader may trust it: inside its own lease, and until it was told to stop.
+#
+# `TrustedSink` stands between a transport and a fill and asks the gate before and after a chunk is judged, and again
+# before it is counted. It must never: prolong anything by itself.
 
 
 class Lease:
@@ -154,3 +159,192 @@ class TrustedSink:
             raise SessionLost("this read was told to stop")
         if self._lease.is_over:
             raise SessionLost("the lease under which this read was granted has ended")
+
+
+# --- The sinks of a read of tiles: one that only looks at what a source is, and one for each leg that brings bytes.
+#
+# A read of several sources writes the memory as one: `Touch` knows whether any of them may have written, and lets all
+# of
+# them write nothing more. Each part has a gate of its own besides. It must never: prolong anything by itself.
+
+
+NOTHING = Parcels.of(array("q"), [], 0)
+
+
+class Touch:
+    """Whether a read may have written anything yet; and its end."""
+
+    def __init__(self, lease: Lease, on_touch: Callable[[], None]) -> None:
+        """`on_touch` is called once, in a transport's thread, before the first byte is written."""
+        self.gate = Gate()
+        self.lease = lease
+        self.is_touched = False
+        self._on_touch = on_touch
+        self._lock = threading.Lock()
+
+    def touch(self, check: Callable[[], None]) -> None:
+        """Something is about to be written, unless `check` raises."""
+        if self.is_touched:
+            return
+        with self._lock:
+            check()
+            is_first, self.is_touched = not self.is_touched, True
+            self.lease.is_touched |= is_first
+        if is_first:
+            self._on_touch()
+
+    def bar(self) -> bool:
+        """Let nothing count any more. Returns whether anything may have been written; if not, it never will be."""
+        with self._lock:
+            self.gate.shut()
+            return self.is_touched
+
+    def let_go(self) -> None:
+        """Nothing of it runs any more. Held from both sides, read and content would wait for the garbage collector."""
+        self._on_touch = _nobody
+
+
+def _nobody() -> None:
+    raise InvariantViolation("a read that was over has touched something")
+
+
+class Trusted:
+    """What both kinds of sinks ask before and after anything counts."""
+
+    def __init__(self, touch: Touch, *, is_cross_site: bool) -> None:
+        self.is_cross_site = is_cross_site
+        self.stop_gate = Gate()
+        self._touch = touch
+
+    @property
+    def is_stopped(self) -> bool:
+        """Nothing of it counts any more."""
+        return self.stop_gate.is_shut or self._touch.gate.is_shut
+
+    def stop(self) -> None:
+        """This part only."""
+        self.stop_gate.shut()
+
+    def check(self) -> None:
+        """`SessionLost` says that no source is to blame."""
+        if self.is_stopped:
+            raise SessionLost("this read was told to stop")
+        if self._touch.lease.is_over:
+            raise SessionLost("the lease under which this read was granted has ended")
+
+
+class Looking(Trusted):
+    """Takes what a source shows of itself, and wants no piece of it. It is a stream of nothing at the same time."""
+
+    is_checking = True
+    size_bytes = 0
+    chunk_bytes = 1
+
+    def __init__(self, grant: Grant, touch: Touch) -> None:
+        super().__init__(touch, is_cross_site=grant.is_cross_site)
+        self.offer: Offer | None = None
+        self._grant = grant
+        self._parcels = NOTHING
+
+    @property
+    def stream(self) -> ByteStream:
+        return self
+
+    @property
+    def parcels(self) -> Parcels:
+        return self._parcels
+
+    def begin(self, manifest: bytes) -> Sequence[int]:
+        self.check()
+        offer = Offer(str(self._grant.source), self._grant.root, bytes(manifest))
+        self._parcels = replace(NOTHING, source_bytes=offer.cut.table.size_bytes)
+        self.offer = offer
+        return ()
+
+    def wrong_tile(self, tile: int) -> TensorHubError:
+        raise InvariantViolation("a look was given bytes")
+
+    def reading(self, start: int, stop: int) -> AbstractContextManager[Sequence[memoryview]]:
+        return nullcontext(())
+
+    def writing(self, start: int, stop: int) -> AbstractContextManager[Sequence[memoryview]]:
+        raise InvariantViolation("a look wrote something")
+
+    def touch(self) -> None:
+        raise InvariantViolation("a look touched something")
+
+    def observe(self, chunk: int) -> Look | None:
+        raise InvariantViolation("a look was shown bytes")
+
+    def accept(self, chunk: int, views: Sequence[memoryview]) -> None:
+        raise InvariantViolation("a look was given bytes")
+
+    def stored(self, chunk: int) -> None:
+        raise InvariantViolation("a look was given bytes")
+
+
+class TrustedLeg(Trusted):
+    """One leg of a fill, for as long as its read is trusted and its part was not told to stop."""
+
+    def __init__(self, leg: Leg, touch: Touch, *, is_cross_site: bool) -> None:
+        super().__init__(touch, is_cross_site=is_cross_site)
+        self.leg = leg
+
+    @property
+    def parcels(self) -> Parcels:
+        return self.leg.parcels
+
+    @property
+    def is_checking(self) -> bool:
+        return self.leg.is_checking
+
+    @property
+    def stream(self) -> ByteStream:
+        return self.leg.stream
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self.leg.chunk_bytes
+
+    def begin(self, manifest: bytes) -> Sequence[int]:
+        self.check()
+        return self.leg.begin(manifest)
+
+    def touch(self) -> None:
+        self.check()
+        self._touch.touch(self.check)
+        self.leg.touch()
+
+    def terms(self) -> Terms | None:
+        """The leg's, for as long as this read is trusted."""
+        terms = self.leg.terms()
+        if terms is None or self._touch.lease.clock is not time.monotonic:
+            return None
+        gates = (*terms.gates, self._touch.gate, self.stop_gate)
+        return replace(terms, gates=gates, until=self._touch.lease.end)
+
+    def told(self, size_bytes: int) -> None:
+        self.leg.told(size_bytes)
+
+    def check(self) -> None:
+        super().check()
+        self.leg.check()
+
+    def observe(self, chunk: int) -> Look | None:
+        return self.leg.observe(chunk)
+
+    def accept(self, chunk: int, views: Sequence[memoryview]) -> None:
+        self.check()
+        self.leg.accept(chunk, views)
+        self.check()
+
+    def stored(self, chunk: int) -> None:
+        self.check()
+        self.leg.stored(chunk)
+
+    def count(self, parcels: range) -> None:
+        self.check()
+        self.leg.count(parcels)
+
+    def wrong_tile(self, tile: int) -> TensorHubError:
+        return self.leg.wrong_tile(tile)

@@ -13,15 +13,14 @@ import struct
 from collections.abc import Sequence
 from contextlib import suppress
 
-from . import tcp_wire
-from .tcp_job import Job
-from .tcp_lend import Lending
-from .tcp_served import Served
-from .tcp_server import TcpServer
-from .tcp_stream import Stream
-from .tcp_wire import Garbled, Hello, Vanished, Welcome, Wire
+from .tcp import wire as tcp_wire
+from .tcp.job import Job
+from .tcp.reader import Stream
+from .tcp.server import TcpServer
+from .tcp.serving import Served
+from .tcp.wire import Garbled, Hello, Lending, Vanished, Welcome, Wire
 
-READY, MEMORY = 16, 17
+READY, MEMORY_FRAME = 16, 17
 COUNT = struct.Struct("=Q")
 MAX_MEMORY_BYTES = 64 << 20  # 2 million pieces and more
 

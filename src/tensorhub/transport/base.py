@@ -1,34 +1,228 @@
-"""What every transport offers: some memory is exported under a key, and a peer reads it chunk by chunk.
+"""What every transport offers: exports, reads, sinks, progress, stop flags, and the choice among transports."""
 
-A transport moves bytes and knows nothing else: a *key* is an opaque string, a *manifest* opaque bytes that travel ahead
-of the chunks, and whether a chunk is good is for the `Sink` to say. The rules that all of them keep, and that the one
-contract suite checks for each:
-
-1. A chunk is sent only when the export's `Progress` has it; a source that is itself filling serves what it has and the
-   rest as it comes, in whatever order its reader asked.
-2. When `Read.on_end` is called, or `Transport.withdraw` has returned, no thread of this transport touches that memory
-   again. Until then the memory may not be reused. Where the reader fetches the bytes itself, it cannot be called back:
-   there nothing that it reads once `withdraw` has begun to return counts, not even to be judged by the sink.
-3. No wait is unbounded: a peer that says nothing for `silence_s` is lost. A source that has nothing to send says so at
-   least every `silence_s / 4`.
-4. Whatever a peer sends, nothing but its own connection suffers.
-
-A sink that is `Piecewise` (`parcels`) reads parts of what is exported: what is said of chunks holds for its parcels.
-"""
-
-from collections.abc import Callable, Sequence
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from ..core.errors import TensorHubError
-from .gates import Gate, Until
-from .progress import Progress
+from ..protocol.errors import TensorHubError, TransferError
+from .native import load, shapes
 
 if TYPE_CHECKING:
-    from .parcels import Scatter
+    from .rows import Scatter
 
-MOST_MANIFEST_BYTES = 64 << 20  # 4 million chunks of 16 B: 16 TiB in chunks of 4 MiB
+
+# --- Words that tell threads to count nothing any more, whether they run Python or not.
+#
+# A thread looks at its gates before it lets a chunk count. The mover's threads have no interpreter to ask, so a gate
+# is a
+# word of memory that both know.
+
+
+class Gate:
+    """Open at first; shut once, for good."""
+
+    def __init__(self) -> None:
+        self.state = shapes.Gate()
+
+    @property
+    def is_shut(self) -> bool:
+        return bool(self.state.is_shut)
+
+    def shut(self) -> None:
+        """When this returns, no thread of the mover is between looking at the gate and counting a chunk."""
+        library = load.library()
+        if library is None:
+            self.state.is_shut = 1
+            return
+        library.swap(self.address, 0, 1)
+        while self.state.inside:  # for less than a microsecond, unless that thread does not get a core
+            time.sleep(0)
+
+    @property
+    def address(self) -> int:
+        """For the mover."""
+        return ctypes.addressof(self.state)
+
+
+class Turn:
+    """A word that takes one of two turns, once: who comes first decides."""
+
+    def __init__(self) -> None:
+        self._word = ctypes.c_uint32(0)
+        self._lock = threading.Lock()
+
+    @property
+    def taken(self) -> int:
+        """0 while it is open."""
+        return self._word.value
+
+    def take(self, turn: int) -> int:
+        """Take this turn, unless one was taken before. Returns which it is now."""
+        library = load.library()
+        if library is not None:
+            return int(library.swap(self.address, 0, turn)) or turn
+        with self._lock:
+            self._word.value = self._word.value or turn
+            return self._word.value
+
+    @property
+    def address(self) -> int:
+        """For the mover."""
+        return ctypes.addressof(self._word)
+
+
+class Until:
+    """A moment on the monotonic clock from which on nothing counts."""
+
+    def __init__(self, value: float) -> None:
+        self._value = ctypes.c_double(value)
+
+    @property
+    def value(self) -> float:
+        return self._value.value
+
+    @value.setter
+    def value(self, moment: float) -> None:
+        self._value.value = moment
+
+    @property
+    def address(self) -> int:
+        """For the mover."""
+        return ctypes.addressof(self._value)
+
+
+# --- Which chunks of a shard are complete, shared between the threads that fill it and those that serve it.
+#
+# Where the native mover is in use it marks chunks and waits for them as well, so the marks are words of memory that
+# both
+# sides know. Elsewhere they are Python's, under a lock.
+
+
+class Progress:
+    """A growing set of complete chunks. Thread-safe; `mark`, `fail` and `wake` wake a waiter; nobody polls."""
+
+    def __init__(self, chunk_count: int, *, complete: bool = False) -> None:
+        self.chunk_count = chunk_count
+        self._have = bytearray(b"\x01" * chunk_count if complete else chunk_count)
+        self._prefix = chunk_count if complete else 0
+        self._failed: str | None = None
+        self._changed = threading.Condition()
+        self._library = load.library()
+        self.marks: shapes.Marks | None = None  # the same for the mover, where it is in use
+        if self._library is not None:
+            have = (ctypes.c_ubyte * chunk_count).from_buffer(self._have) if chunk_count else None
+            self._pinned = have  # while it lives the bytearray stays where it is
+            address = ctypes.addressof(have) if have is not None else None
+            self.marks = shapes.Marks(have=address, count=chunk_count, prefix=self._prefix)
+
+    @property
+    def prefix(self) -> int:
+        """How many chunks are complete without a gap from the first on."""
+        return self._prefix if self.marks is None else int(self.marks.prefix)
+
+    @property
+    def is_complete(self) -> bool:
+        return self.prefix == self.chunk_count
+
+    @property
+    def failed(self) -> str | None:
+        """Why no further chunk will come, or None."""
+        return self._failed
+
+    def has(self, chunk: int) -> bool:
+        return bool(self._have[chunk])
+
+    def mark(self, chunk: int) -> int:
+        """The chunk is complete. Returns the prefix."""
+        if self._library is not None:
+            if not 0 <= chunk < self.chunk_count:
+                raise IndexError(f"chunk {chunk} of {self.chunk_count}")
+            return int(self._library.mark(self.marks, chunk))
+        with self._changed:
+            self._have[chunk] = 1
+            while self._prefix < self.chunk_count and self._have[self._prefix]:
+                self._prefix += 1
+            self._changed.notify_all()
+            return self._prefix
+
+    def mark_all(self, chunks: Iterable[int]) -> None:
+        """These are complete, one by one."""
+        library, marks = self._library, self.marks
+        for chunk in chunks:
+            if library is None or not 0 <= chunk < self.chunk_count:
+                self.mark(chunk)
+            else:
+                library.mark(marks, chunk)
+
+    def fail(self, reason: str) -> None:
+        """No further chunk will come; everybody who waits is told."""
+        with self._changed:
+            self._failed = self._failed or reason
+            if self.marks is not None:
+                self.marks.has_failed = 1
+            self._changed.notify_all()
+        self.wake()
+
+    def wake(self) -> None:
+        """Let everybody who waits look again at whether it still wants to."""
+        if self._library is not None:
+            self._library.wake(self.marks)
+            return
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait(self, chunk: int, timeout_s: float, given_up: Callable[[], bool] | None = None) -> bool:
+        """Wait until the chunk is complete (True), or progress failed, time ran out or the waiter gave up (False).
+
+        `given_up` is asked on every wake-up, perhaps with a lock held: it only looks at a flag. Who sets it calls
+        `wake`.
+        """
+        deadline = time.monotonic() + timeout_s
+        if self._library is not None and self.marks is not None:
+            while True:
+                seen = self.marks.changed  # before looking: what changes from here on ends the wait
+                if self._have[chunk]:
+                    return True
+                remaining = deadline - time.monotonic()
+                if self._failed is not None or remaining <= 0 or (given_up is not None and given_up()):
+                    return False
+                self._library.wait(self.marks, seen, remaining)
+        with self._changed:
+            while not self._have[chunk]:
+                remaining = deadline - time.monotonic()
+                if self._failed is not None or remaining <= 0 or (given_up is not None and given_up()):
+                    return False
+                self._changed.wait(remaining)
+            return True
+
+
+# --- What every transport offers: some memory is exported under a key, and a peer reads it chunk by chunk.
+#
+# A transport moves bytes and knows nothing else: a *key* is an opaque string, a *manifest* opaque bytes that travel
+# ahead
+# of the chunks, and whether a chunk is good is for the `Sink` to say. The rules that all of them keep, and that the one
+# contract suite checks for each:
+#
+# 1. A chunk is sent only when the export's `Progress` has it; a source that is itself filling serves what it has and
+# the
+#    rest as it comes, in whatever order its reader asked.
+# 2. When `Read.on_end` is called, or `Transport.withdraw` has returned, no thread of this transport touches that memory
+#    again. Until then the memory may not be reused. Where the reader fetches the bytes itself, it cannot be called
+#    back:
+#    there nothing that it reads once `withdraw` has begun to return counts, not even to be judged by the sink.
+# 3. No wait is unbounded: a peer that says nothing for `silence_s` is lost. A source that has nothing to send says so
+# at
+#    least every `silence_s / 4`.
+# 4. Whatever a peer sends, nothing but its own connection suffers.
+#
+# A sink that is `Piecewise` (`parcels`) reads parts of what is exported: what is said of chunks holds for its parcels.
+
+
+MAX_MANIFEST_BYTES = 64 << 20  # 4 million chunks of 16 B: 16 TiB in chunks of 4 MiB
 
 OnEnd = Callable[[TensorHubError | None], None]
 Look = Callable[[memoryview], object]  # sees bytes that have just come
@@ -238,3 +432,76 @@ class Transport(Protocol):
     def close(self) -> None:
         """Stop serving and reading, end every thread. Idempotent."""
         ...
+
+
+# --- Which transport two workers take: a rule. Facts in, the ways to try in order and why not others out.
+#
+# The reader decides. It takes its own order of transports, keeps what the source offers too, and leaves out what is
+# known
+# not to work between the two: because the endpoint says so, or because it was tried. A way that is chosen carries why
+# each transport that stands before it in the reader's order is not used; so a fallback is never silent.
+
+
+# from device to device of one host; on one host nothing else beats local; then RDMA and NVLink; tcp always
+PREFERENCE = ("cuda", "local", "nixl", "tcp")
+
+
+@dataclass(frozen=True)
+class Way:
+    """An endpoint to read from. `why` says what speaks against the transports before it; empty: nothing was before."""
+
+    scheme: str
+    endpoint: str
+    why: str
+
+
+def scheme_of(endpoint: str) -> str:
+    """The transport that an endpoint belongs to."""
+    return endpoint.partition("://")[0]
+
+
+def choose(
+    offered: Sequence[str], here: Sequence[str], excluded: Mapping[str, str]
+) -> tuple[tuple[Way, ...], tuple[str, ...]]:
+    """The ways to try, best first, and in words why there are no others.
+
+    `offered` are the source's endpoints; `here` the reader's transports, best first; `excluded` says of endpoints why
+    they do not work for this reader.
+    """
+    ways: list[Way] = []
+    reasons: list[str] = []
+    for scheme in here:
+        endpoints = [endpoint for endpoint in offered if scheme_of(endpoint) == scheme]
+        if not endpoints:
+            reasons.append(f"{scheme}: the source does not offer it")
+        for endpoint in endpoints:
+            if endpoint in excluded:
+                reasons.append(f"{scheme}: {excluded[endpoint]}")
+            else:
+                ways.append(Way(scheme, endpoint, "; ".join(reasons)))
+    strangers = dict.fromkeys(scheme_of(endpoint) for endpoint in offered if scheme_of(endpoint) not in here)
+    reasons += [f"{scheme}: this worker does not have it" for scheme in strangers]
+    return tuple(ways), tuple(reasons)
+
+
+# --- One read, waited for: for who measures or tries a way, and has nothing else to do meanwhile.
+
+
+def read_to_end(transport: Transport, endpoint: str, key: str, sink: Sink, *, within_s: float) -> str:
+    """Read all that the sink wants. Returns which way it went.
+
+    Raises `TransferError` if that takes longer, and whatever ended the read otherwise (`Transport.read`).
+    """
+    ended, errors = threading.Event(), list[TensorHubError | None]()
+
+    def end(error: TensorHubError | None) -> None:
+        errors.append(error)
+        ended.set()
+
+    read = transport.read(endpoint, key, sink, end)
+    if not ended.wait(within_s):
+        read.stop()
+        raise TransferError(f"only {read.received_bytes} B came in {within_s:.0f} s")
+    if errors[0] is not None:
+        raise errors[0]
+    return read.path

@@ -45,32 +45,24 @@ from dataclasses import dataclass, field
 from functools import partial
 from traceback import clear_frames
 
-from ..core.errors import TensorHubError, TransportMissing, UsageError
-from . import tcp_wire
+from ..protocol.errors import TensorHubError, TransportMissing, UsageError
 from .announcing import AnnouncedStream, AnnouncingServer
 from .base import ByteStream, Export, OnEnd, Sink, Taking
 from .cuda_pieces import read_pieces, target_of
-from .forks import opening, track
-from .local import LocalSettings, LocalTransport
-from .local_host import SCHEME as LOCAL
-from .local_host import Place
-from .local_mapping import Received, receive_header, send_with_descriptors
-from .local_memory import Call, Lost, Process, Token
-from .local_reader import LocalRead
-from .local_server import SEAL, LocalServed, LocalServer, credentials_of
-from .native_serve import Conversation
+from .local.memory import SCHEME as LOCAL
+from .local.memory import Call, Lost, Place, Process, Received, Token, receive_header, send_with_descriptors
+from .local.transport import SEAL, LocalRead, LocalServed, LocalServer, LocalSettings, LocalTransport, credentials_of
 from .on_device import OnDevice, Opened, RingMemory, on_device
-from .parcels import Piecewise
-from .scopes import scope
+from .rows import Piecewise
 from .sealed import Foreign, Unmappable, scratch
-from .tcp_job import Job
-from .tcp_reader import TcpRead
-from .tcp_served import Served
-from .tcp_server import TcpServer
-from .tcp_settings import MIB, TcpSettings
-from .tcp_stream import Stream
-from .tcp_wire import Garbled, Hello, Refusal, Vanished, Wire
-from .threads import Thread, start
+from .tcp import wire as tcp_wire
+from .tcp.job import Job
+from .tcp.reader import Stream, TcpRead
+from .tcp.server import TcpServer
+from .tcp.serving import Conversation, Served
+from .tcp.settings import MIB, TcpSettings
+from .tcp.wire import Garbled, Hello, Refusal, Vanished, Wire
+from .threads import Thread, opening, scope, start, track
 
 _log = logging.getLogger(__name__)
 

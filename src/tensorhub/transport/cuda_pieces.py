@@ -12,13 +12,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from ..core.errors import TransportMissing
-from ..core.manifest import DIGEST_BYTES
+from ..protocol.errors import TransportMissing
+from ..protocol.manifest import DIGEST_BYTES
 from .announcing import AnnouncedStream
 from .base import Sink, Terms
 from .on_device import WINDOWS, Landing, OnDevice, Opened, on_device
-from .parcels import Counting, Piecewise, Scatter
-from .tcp_wire import Vanished
+from .rows import Counting, Piecewise, Scatter
+from .tcp.wire import Vanished
 
 ASK_PARCELS = 1 << 14  # at once
 TELL_EVERY_S = 0.05  # a sink looks at all that is missing when it is told

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from .base import ByteStream
-from .parcels import Parcels, Scatter
+from .rows import Parcels, Scatter
 
 WINDOWS = 2  # of a landing that are under way at a time: the device gathers one while the host judges the other
 

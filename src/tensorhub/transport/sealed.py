@@ -31,9 +31,9 @@ from array import array
 from collections.abc import Sequence
 from functools import cache
 
-from .forks import track
 from .native import load, shapes
-from .vectors import Addresses
+from .threads import track
+from .views import Addresses
 
 # As the kernel numbers them; Python knows them where the C library did when it was built.
 ADD_SEALS, GET_SEALS = 1033, 1034
@@ -45,7 +45,7 @@ FIXED = 0x10  # for mmap
 HUGE_BYTES = 2 << 20  # a large page: memory that begins at a multiple of it can have such, on either side
 AT_ONCE_BYTES = 4 * HUGE_BYTES  # that the kernel is asked for: each time it waits for all processors
 APART_BYTES = mmap.PAGESIZE  # behind it nothing is mapped: no neighbour is so near that both would be read as one
-MOST_REGIONS = 8  # that one stream may lie in and be mapped: each costs a descriptor on its way
+MAX_REGIONS = 8  # that one stream may lie in and be mapped: each costs a descriptor on its way
 
 
 class Unmappable(Exception):
@@ -298,7 +298,7 @@ def regions_of(addresses: Addresses) -> tuple[Region, ...]:
         if here is None:
             return ()
         found[here.address] = here
-        if len(found) > MOST_REGIONS:
+        if len(found) > MAX_REGIONS:
             return ()
     return tuple(found.values())
 

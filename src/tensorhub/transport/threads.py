@@ -1,20 +1,228 @@
-"""Threads of ours, and what it means when one cannot be started: that is true for now, and an error of the call.
-
-A thread that dies for want of memory before its first step never says that it has started, and `threading` waits for
-that word without a limit. So `Thread` waits for its own first step, and not for ever. Whichever comes first decides,
-the step or the end of the wait: a thread that was given up does nothing.
-
-It must never: end a worker because its process is at a limit.
-"""
+"""Threads of transports: starting them, forks, shortages of this machine, and CUDA graph captures."""
 
 import _thread
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import signal
+import socket
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from functools import cache, wraps
+from types import TracebackType
+from typing import ParamSpec, Protocol, TypeVar
+from weakref import WeakSet
 
-from ..core.errors import Unavailable
-from . import shortages
-from .shortages import MEMORY, THREADS, NotStarted
+from ..protocol.errors import TensorHubError, Unavailable
+
+# --- What signals may do to our threads.
+#
+# It must never: change what the process does with a signal. That is its owner's.
+
+
+def block_sigpipe() -> None:
+    """In the calling thread, which is one of ours: a peer that leaves is an error there, and never ends the process.
+
+    Python ignores SIGPIPE; many programs, such as command line tools, set it back to its default, which is to end.
+    """
+    if hasattr(signal, "pthread_sigmask") and hasattr(signal, "SIGPIPE"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})
+
+
+# --- Context managers made of generators that may raise another error than the one that passes through.
+#
+# As `contextlib.contextmanager`, whose `__exit__` keeps the error that came in as a variable of its frame. Where the
+# generator raises another one, that frame is never left in order; from Python 3.12 on the first error's traceback leads
+# to it, and so back to itself. What the frames of such a circle know, as a read and its tensors, then waits for the
+# garbage collector.
+
+
+Given = TypeVar("Given")
+Arguments = ParamSpec("Arguments")
+
+
+class _Scope(AbstractContextManager[Given, bool | None]):
+    """One block. The generator yields once."""
+
+    def __init__(self, steps: Iterator[Given]) -> None:
+        self._steps = steps
+
+    def __enter__(self) -> Given:
+        return next(self._steps)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        """True if the generator has taken the error for its own."""
+        if error is None:
+            next(self._steps, None)
+            return False
+        try:
+            self._steps.throw(error)  # type: ignore[attr-defined]
+        except StopIteration:
+            return True
+        except BaseException as raised:
+            is_wrapped = isinstance(error, StopIteration) and raised.__cause__ is error  # so generators raise those
+            if raised is not error and not is_wrapped:
+                raise
+            error.__traceback__ = trace
+            return False
+        finally:
+            del kind, error, trace
+        return True
+
+
+def scope(
+    steps: Callable[Arguments, Iterator[Given]],
+) -> Callable[Arguments, AbstractContextManager[Given, bool | None]]:
+    """Make a function that returns a context manager out of a generator that yields once."""
+
+    @wraps(steps)
+    def made(*arguments: Arguments.args, **named: Arguments.kwargs) -> AbstractContextManager[Given, bool | None]:
+        return _Scope(steps(*arguments, **named))
+
+    return made
+
+
+# --- What this machine refuses this process for now: descriptors, memory, threads. A later try may have it.
+#
+# An error for want of these is an `Unavailable` wherever it arises, and nothing is remembered for it: no transport is
+# missing, no source is bad. The last one is said where a call has run out of time.
+
+
+RECENT_S = 60.0  # what was refused longer ago explains nothing
+_FILES = (errno.EMFILE, errno.ENFILE)
+_SCARCE = frozenset((*_FILES, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC, errno.EAGAIN))
+_LIBRARY_BYTES = 1 << 30  # of torch for the CPU, with what it loads
+_MOST_FILES = 2  # that one look-up of a name, or one import, has open at a time
+
+FILES = "raise `ulimit -n` (LimitNOFILE of systemd), or close what is not needed; then retry"
+MEMORY = "is there memory left (`ulimit -v`, or memory.max of the container's cgroup)? Retry when there is"
+THREADS = "raise the limit on threads (`ulimit -u`, or pids.max of the container's cgroup), or start fewer; then retry"
+REMEDIES = {os.strerror(number): FILES for number in _FILES}  # by the words of the system
+REMEDIES |= {os.strerror(number): MEMORY for number in (errno.ENOMEM, errno.ENOBUFS)}
+
+KINDS = (OSError, ImportError, MemoryError, RuntimeError)  # of which an error that is a shortage may be
+
+_last: tuple[float, str, str] | None = None  # when, what and what helps
+
+
+class NotStarted(RuntimeError):
+    """The system had a thread for us, which never took its first step."""
+
+
+def is_shortage(error: BaseException) -> bool:
+    """The reason is something that this machine has too little of now.
+
+    An import, a library and a name that was not found give no number: they count if no file can be opened now, or no
+    library be mapped.
+    """
+    if isinstance(error, OSError) and (error.errno or 0) > 0:
+        return error.errno in _SCARCE
+    if isinstance(error, OSError | ImportError):
+        return lacks_files() or _lacks_memory()
+    is_thread = isinstance(error, NotStarted) or (isinstance(error, RuntimeError) and "start new thread" in str(error))
+    return isinstance(error, MemoryError) or is_thread
+
+
+def lacks_files() -> bool:
+    """This process can open next to no file now."""
+    with ExitStack() as opened:
+        try:
+            for _ in range(_MOST_FILES):
+                opened.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError as error:
+            return error.errno in _FILES
+    return False
+
+
+def _lacks_memory() -> bool:
+    """This process can map no large library now."""
+    try:
+        mmap.mmap(-1, _LIBRARY_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ).close()
+    except OSError as error:
+        return error.errno == errno.ENOMEM
+    return False
+
+
+def note(error: BaseException, *, did: str) -> None:
+    """Something failed here. It is remembered if that was for want of something that this machine has too little of."""
+    global _last
+    if is_shortage(error):
+        text = "out of memory" if isinstance(error, MemoryError) else getattr(error, "strerror", None) or error
+        _last = (time.monotonic(), f"{did}: {text}", _hint(error))
+
+
+def unavailable(error: BaseException, did: str) -> Unavailable:
+    """The error of a call that met a shortage when `did`. To be raised from the other."""
+    is_told = (isinstance(error, OSError) and (error.errno or 0) > 0) or not isinstance(error, OSError | ImportError)
+    why = f"{error}" or "out of memory"
+    why = why if is_told else f"too few files, or too little memory ({why})"
+    return _unavailable(error, f"this process met a limit when {did}: {why}", did)
+
+
+def _unavailable(error: BaseException, text: str, did: str) -> Unavailable:
+    note(error, did=did)
+    return Unavailable(text, hint=_hint(error))
+
+
+def _hint(error: BaseException) -> str:
+    number = error.errno if isinstance(error, OSError) else None
+    if isinstance(error, MemoryError) or number in (errno.ENOMEM, errno.ENOBUFS):
+        return MEMORY
+    return THREADS if isinstance(error, RuntimeError) or number == errno.EAGAIN else FILES
+
+
+def as_ours(error: Exception, text: str) -> TensorHubError:
+    """What was not foreseen, as an error of ours with its cause: an `Unavailable` if it is a shortage."""
+    said = f"{text}: {error!r}"
+    ours = _unavailable(error, said, text) if is_shortage(error) else TensorHubError(said)
+    ours.__cause__ = error
+    return ours
+
+
+@scope
+def named(did: str) -> Iterator[None]:
+    """In this block a shortage is an `Unavailable`."""
+    try:
+        yield
+    except KINDS as error:
+        if not is_shortage(error):
+            raise
+        raise unavailable(error, did) from error
+
+
+@scope
+def tolerated(did: str) -> Iterator[None]:
+    """In this block an `OSError` is passed over, except a shortage, which is an `Unavailable`."""
+    try:
+        yield
+    except OSError as error:
+        if is_shortage(error):
+            raise unavailable(error, did) from error
+
+
+def recent() -> tuple[str, str]:
+    """The last of it, in words, and what helps, if that is not long ago; else two empty texts."""
+    found = _last
+    if found is None or time.monotonic() > found[0] + RECENT_S:
+        return "", ""
+    return f"this process met a limit {time.monotonic() - found[0]:.3g} s ago, when {found[1]}", found[2]
+
+
+# --- Threads of ours, and what it means when one cannot be started: that is true for now, and an error of the call.
+#
+# A thread that dies for want of memory before its first step never says that it has started, and `threading` waits for
+# that word without a limit. So `Thread` waits for its own first step, and not for ever. Whichever comes first decides,
+# the step or the end of the wait: a thread that was given up does nothing.
+#
+# It must never: end a worker because its process is at a limit.
+
 
 START_S = 2.5  # a thread begins within 0.1 s beside ten busy ones; a shared machine stands still for seconds
 
@@ -49,7 +257,7 @@ class Thread(threading.Thread):
 
 def no_thread(name: str, error: BaseException) -> Unavailable:
     """The error of a call that needed one more."""
-    shortages.note(error, did=f"it started {name}")
+    note(error, did=f"it started {name}")
     if isinstance(error, NotStarted | MemoryError):
         return Unavailable(f"{name} needs a thread, and that cannot be started: {error or 'no memory'}", hint=MEMORY)
     return Unavailable(f"this process may start no more threads, and {name} needs one", hint=THREADS)
@@ -67,3 +275,229 @@ def start(thread: Thread, *, otherwise: Callable[[], object] = lambda: None) -> 
 def is_ending(error: BaseException) -> bool:
     """The interpreter ends, and no thread begins any more: not a limit, and no later try will help."""
     return sys.is_finalizing() or "shutdown" in str(error)
+
+
+# --- What a forked child inherits of ours and must not keep: as long as it had a socket, nobody would see its parent
+# die.
+#
+# A connection ends for its other end when the last process that has it lets go of it. A trainer that forks (a
+# DataLoader,
+# multiprocessing) and is killed would look alive through its children: readers would wait out the silence limit, the
+# server the lease, and new readers would be taken in by a listener that nobody serves. So a child gives up, right after
+# the fork, every descriptor of ours: in its place is /dev/null, so that the number is nobody else's while some
+# inherited
+# object still knows it. Nothing of this reaches the parent: what is shared with it is not shut down, only let go of.
+#
+# A descriptor that the kernel has just given us is not known here yet. So it is made, and made known, inside `opening`,
+# and a fork waits until nobody is inside: not for long, for nothing in there waits for anybody; and never longer than
+# `MAX_WAIT_S`, so that no fork hangs. Two forks do not wait: one by a library that does not tell Python, and one by a
+# signal handler in the very thread that is inside.
+#
+# Across `exec` nothing of ours stays open: Python, and every call that we make ourselves, opens with close-on-exec.
+# It must never: touch a descriptor that was not opened here, or wait inside `opening`.
+
+
+class Holder(Protocol):
+    """Who has descriptors."""
+
+    def descriptors(self) -> Iterable[int]:
+        """Those that are open now; negative ones do not count."""
+        ...
+
+
+AnySocket = TypeVar("AnySocket", bound=socket.socket)
+
+_sockets: "WeakSet[socket.socket]" = WeakSet()
+_holders: "WeakSet[Holder]" = WeakSet()
+
+MAX_WAIT_S = 1.0  # inside it takes microseconds; beside ten busy threads some 50 ms until such a thread has its turn
+
+_opening = threading.RLock()  # a signal handler may fork in the thread that has it
+_here = threading.local()  # whether the thread that forks has it for that
+
+
+def opening() -> AbstractContextManager[object]:
+    """Nobody forks while a thread is inside: there a descriptor is made, and made known."""
+    return _opening
+
+
+def made(make: Callable[[], AnySocket]) -> AnySocket:
+    """A socket that is known here from its first moment. `make` may not wait."""
+    with opening():
+        return tracked(make())
+
+
+def tracked(sock: AnySocket) -> AnySocket:
+    """A socket that no forked child keeps."""
+    _sockets.add(sock)
+    return sock
+
+
+def track(holder: Holder) -> None:
+    """Nor what this one has, as long as it lives."""
+    _holders.add(holder)
+
+
+def _wait_until_known() -> None:
+    """By who forks, before."""
+    _here.has_it = False
+    _here.has_it = _opening.acquire(timeout=MAX_WAIT_S)
+
+
+def _go_on() -> None:
+    """In the parent, after."""
+    if _here.has_it:
+        _here.has_it = False
+        _opening.release()
+
+
+def _let_go() -> None:
+    """In a child, before any code of its own."""
+    global _opening
+    _opening = threading.RLock()  # whoever was inside is not here
+    found = [sock.fileno() for sock in list(_sockets)]
+    for holder in list(_holders):
+        found += holder.descriptors()
+    _sockets.clear()
+    _holders.clear()
+    found = [descriptor for descriptor in found if descriptor >= 0]
+    if not found:
+        return
+    with contextlib.suppress(OSError):
+        os.close(found[0])  # so that there is a number left for what takes their place
+        null = os.open(os.devnull, os.O_RDWR)
+        for descriptor in found:
+            if descriptor != null:
+                os.dup2(null, descriptor, inheritable=False)
+        if null not in found:
+            os.close(null)
+
+
+os.register_at_fork(before=_wait_until_known, after_in_parent=_go_on, after_in_child=_let_go)
+
+
+# --- CUDA graphs that the user's threads capture, and what threads of this library may do on a device meanwhile.
+#
+# While a thread captures a graph in the usual mode, "global", the driver refuses copies, events, and registrations of
+# memory to every other thread, and spoils the capture as well; but not to a thread that has said it knows what it does
+# (CUDA driver API, cuThreadExchangeStreamCaptureMode). What this library does there is nothing that a graph could miss.
+# To wait for the whole device is refused in every mode (seen on an H200, driver 580, CUDA 13).
+
+
+RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+@scope
+def beside_captures() -> Iterator[None]:
+    """In this block the calling thread neither fails for another thread's capture nor spoils it."""
+    exchange = mode_exchange()
+    mode = ctypes.c_int(RELAXED)
+    has_changed = exchange is not None and exchange(ctypes.byref(mode)) == 0  # `mode` is now what it was before
+    try:
+        yield
+    finally:
+        if exchange is not None and has_changed:
+            exchange(ctypes.byref(mode))
+
+
+@cache
+def mode_exchange() -> Callable[[object], int] | None:
+    """NVIDIA's function. It is too short to let the interpreter go for it. None where that driver is not."""
+    try:
+        found: Callable[[object], int] = ctypes.PyDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    except (OSError, AttributeError):
+        return None
+    return found
+
+
+# --- Short waits for the interpreter while a transfer begins and ends.
+#
+# A thread that wants the interpreter beside one that computes in Python waits until that one is made to hand it over:
+# 5 ms by default (`sys.setswitchinterval`), after each call that has let go of it. A read has some twenty of these
+# before
+# its bytes move and after; beside a busy thread they took as long as half a GiB takes to come. So while anybody is
+# brisk
+# the interval is `BRISK_S`, for all threads of the process: who computes is interrupted more often, and only when
+# somebody else has something to do (decision 0037).
+#
+# It must never: last while bytes move, but until the first chunk is there and while a further stream connects; or
+# undo an
+# interval that the program has set meanwhile.
+
+
+BRISK_S = 0.000103  # to hand over takes some 10 us; a number that nobody else would choose
+_ROUNDING_S = 1.5e-6  # Python keeps whole microseconds
+
+
+class Brisk:
+    """From the block's beginning to its end, but not between `over()` and `again()`. For one thread."""
+
+    def __init__(self) -> None:
+        self._is_on = False
+
+    def over(self) -> None:
+        """Idempotent."""
+        if self._is_on:
+            self._is_on = False
+            _interval.leave()
+
+    def again(self) -> None:
+        """Idempotent."""
+        if not self._is_on:
+            self._is_on = True
+            _interval.enter()
+
+    def __enter__(self) -> "Brisk":
+        self.again()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.over()
+
+
+class _Interval:
+    """This process's one interval, and how many want it short."""
+
+    def __init__(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
+        self._lock = threading.Lock()
+        self._wanting = 0
+        self._before_s = 0.0  # what it was when the first came
+
+    def enter(self) -> None:
+        with self._lock:
+            self._wanting += 1
+            if self._wanting == 1:
+                self._shorten()
+
+    def leave(self) -> None:
+        with self._lock:
+            if self._wanting == 1:
+                self._restore()
+            self._wanting = max(0, self._wanting - 1)  # who forked inside its block leaves where it never entered
+
+    def forked(self) -> None:
+        """In a child: none of those threads is here, and one of them may have had the lock."""
+        self._restore()
+        self._forget()
+
+    def _shorten(self) -> None:
+        if not self._is_ours():  # else somebody kept it while it was ours, and has put it back since
+            self._before_s = sys.getswitchinterval()
+        if self._before_s > BRISK_S:
+            sys.setswitchinterval(BRISK_S)
+
+    def _restore(self) -> None:
+        if self._is_ours() and self._before_s > BRISK_S:
+            sys.setswitchinterval(self._before_s)
+
+    def _is_ours(self) -> bool:
+        return abs(sys.getswitchinterval() - BRISK_S) < _ROUNDING_S
+
+
+_interval = _Interval()
+os.register_at_fork(after_in_child=_interval.forked)

@@ -2,7 +2,7 @@
 
 from math import inf
 
-from tensorhub.core.names import Version
+from tensorhub.protocol.names import Version
 
 from ..truth.life import Call, Life
 from ..truth.made import Made

@@ -2,8 +2,8 @@
 
 from math import inf
 
-from tensorhub.core.messages import Failure
-from tensorhub.core.names import Version, WorkerId
+from tensorhub.protocol.messages import Failure
+from tensorhub.protocol.names import Version, WorkerId
 
 from ..truth.life import Call, Life
 from ..truth.made import Made, contents

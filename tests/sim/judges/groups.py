@@ -2,8 +2,8 @@
 
 from math import inf
 
-from tensorhub.core.names import Version
-from tensorhub.core.worker.events import Finished
+from tensorhub.protocol.names import Version
+from tensorhub.worker.events import Finished
 
 from ..truth.contents import what_is
 from ..truth.life import Call, Life

@@ -1,7 +1,7 @@
 """G1 and G4: what is promised does not change, what may change is read by nobody, what is accepted is as published."""
 
-from tensorhub.core.messages import Holding, Report, Withdrawing
-from tensorhub.core.names import Digest, Version
+from tensorhub.protocol.messages import Holding, Report, Withdrawing
+from tensorhub.protocol.names import Digest, Version
 
 from ..truth.life import Life, Read
 from ..truth.made import contents

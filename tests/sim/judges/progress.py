@@ -2,7 +2,7 @@
 
 from math import inf
 
-from tensorhub.core.names import Version
+from tensorhub.protocol.names import Version
 
 from ..plan import Replica
 from ..truth.life import Call, Life
@@ -10,7 +10,7 @@ from .bench import Judge
 from .groups import GroupCall
 
 TOLD_S = 1.0  # since the last chunk came: a report may be lost, and the next one is told of it
-MOST_REST_S = 1.0  # a plain program rests for half as long between two calls; some go on at whole seconds then
+MAX_REST_S = 1.0  # a plain program rests for half as long between two calls; some go on at whole seconds then
 FILLS = ("replicate", "update")
 PLAIN = ("update", "latest")  # what a program calls once it is plain
 OUT_OF_TIME = ("deadline-exceeded", "group-incomplete")  # its own time, or a sibling's
@@ -75,7 +75,7 @@ class ProgressJudge(Judge):
         calls = [call for life in lives for call in [*life.past, life.call] if call is not None]
         begun = [call for call in calls if call.began >= (since if call.ended < inf else plain_at)]
         begun = [call for call in begun if not self._is_of_the_storm(call)]
-        plain_rest_s = MOST_REST_S * (1.5 if any(each.is_in_step for each in self._programs(replica)) else 1.0)
+        plain_rest_s = MAX_REST_S * (1.5 if any(each.is_in_step for each in self._programs(replica)) else 1.0)
         for call in calls:
             step = [other for other in calls if abs(other.began - call.began) < self.spread_s]
             is_over = max(other.ended for other in step) < self.now - plain_rest_s - self.spread_s

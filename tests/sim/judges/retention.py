@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from math import inf
 
-from tensorhub.core.names import Digest, ReplicaName, Shard, Version, WorkerId
+from tensorhub.protocol.names import Digest, ReplicaName, Shard, Version, WorkerId
 
-from ..truth.life import MOST_OF_A_LEASE, Call, Life
+from ..truth.life import MAX_OF_A_LEASE, Call, Life
 from ..truth.made import Made
 from ..truth.record import Truth
 from ..world import World
@@ -85,7 +85,7 @@ class RetentionJudge(Judge):
                 continue
             since = life.closing - self.settings.lease_s
             heirs = self._heirs(life, version, made, since)
-            if heirs and truth.troubles.away_since(life, self.now) > self.now - MOST_OF_A_LEASE * self.settings.lease_s:
+            if heirs and truth.troubles.away_since(life, self.now) > self.now - MAX_OF_A_LEASE * self.settings.lease_s:
                 self.broken(
                     f"{life.name} left with the last reference of version {version}, {heirs[0].name} could have it"
                 )

@@ -5,8 +5,8 @@ Also while a server that has just restarted still listens: transfers go on, and 
 
 from math import inf
 
-from tensorhub.core.messages import Empty, Filling, Holding, Orders, Poisoned
-from tensorhub.core.names import Version
+from tensorhub.protocol.messages import Empty, Filling, Holding, Orders, Poisoned
+from tensorhub.protocol.names import Version
 
 from ..truth.life import Call, Life
 from .bench import Judge

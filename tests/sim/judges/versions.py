@@ -2,8 +2,8 @@
 
 from math import inf
 
-from tensorhub.core.messages import Orders
-from tensorhub.core.names import Version
+from tensorhub.protocol.messages import Orders
+from tensorhub.protocol.names import Version
 
 from ..truth.life import Call, Life
 from ..truth.made import Made

@@ -1,6 +1,6 @@
 """What programs publish: `REPLICA/SHARD/CONTENT`, or `tiled-WHAT/CUT/SHARD` where one cut follows from another."""
 
-from tensorhub.core.names import TILED, Digest
+from tensorhub.protocol.names import TILED, Digest
 
 ROOM = 500  # of the values of one cut's chunks
 

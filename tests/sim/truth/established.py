@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING
 
-from tensorhub.core.messages import Holding, HostCopy, Vacated, Withdrawing
-from tensorhub.core.names import ReplicaName, Version
+from tensorhub.protocol.messages import Holding, HostCopy, Vacated, Withdrawing
+from tensorhub.protocol.names import ReplicaName, Version
 
 from .life import Life
 

@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol
 
-from tensorhub.core.messages import Failure, Grant, Hello, Holding, Report, Vacated, Withdrawing
-from tensorhub.core.names import Digest, Ticket, Version, WorkerId
-from tensorhub.core.worker.events import Finished
+from tensorhub.protocol.messages import Failure, Grant, Hello, Holding, Report, Vacated, Withdrawing
+from tensorhub.protocol.names import Digest, Ticket, Version, WorkerId
+from tensorhub.worker.events import Finished
 
 Memory = list[int]
 BAR = "|"  # between a model and a cut
-MOST_OF_A_LEASE = 0.75  # who was heard of within that is in session, however clocks drift
-MOST_SPANS = 8  # in which nothing came by a read: the latest are remembered
+MAX_OF_A_LEASE = 0.75  # who was heard of within that is in session, however clocks drift
+MAX_SPANS = 8  # in which nothing came by a read: the latest are remembered
 
 
 class Part(Protocol):
@@ -168,7 +168,7 @@ class Life:
     filling: tuple[Version, bool] | None = None  # what it last began to read, and whether into host memory
     landed: dict[int, float] = field(default_factory=dict)  # when each chunk of that was in place
     starved: deque[tuple[float, float]] = field(  # from when to when reads brought nothing for long, of late
-        default_factory=lambda: deque(maxlen=MOST_SPANS)
+        default_factory=lambda: deque(maxlen=MAX_SPANS)
     )
     starved_at: float = -inf  # when its open read last brought something after it had brought nothing for long
     stood_still: dict[WorkerId, float] = field(default_factory=dict)  # by source that had more: when its read last did

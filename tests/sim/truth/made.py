@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf
 
-from tensorhub.core.names import Digest, ModelName, ReplicaName, Version
+from tensorhub.protocol.names import Digest, ModelName, ReplicaName, Version
 
 from .contents import derived
 from .life import BAR

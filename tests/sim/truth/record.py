@@ -3,19 +3,19 @@
 from collections.abc import Callable, Iterator
 from math import inf
 
-from tensorhub.core.messages import Holding, Orders, Poisoned, Report
-from tensorhub.core.names import Digest, ReplicaName, Shard, Version, WorkerId
-from tensorhub.core.worker import events
-from tensorhub.core.worker.events_across import PartEnded
+from tensorhub.protocol.messages import Holding, Orders, Poisoned, Report
+from tensorhub.protocol.names import Digest, ReplicaName, Shard, Version, WorkerId
+from tensorhub.worker import events
+from tensorhub.worker.events import PartEnded
 
 from ..plan import Plan
 from ..world import World
 from .established import Established
-from .life import BAR, MOST_OF_A_LEASE, Call, Copied, Held, Life, Read
+from .life import BAR, MAX_OF_A_LEASE, Call, Copied, Held, Life, Read
 from .made import Made
 from .troubles import Troubles
 
-MOST_PAST = 20  # calls of one process that are remembered
+MAX_PAST = 20  # calls of one process that are remembered
 
 
 class Truth:
@@ -162,7 +162,7 @@ class Truth:
 
     def is_in_session(self, life: Life) -> bool:
         """This life of the server has heard it, and its lease cannot be over."""
-        lease_s = self.plan.settings.lease_s * MOST_OF_A_LEASE
+        lease_s = self.plan.settings.lease_s * MAX_OF_A_LEASE
         return life.is_alive and life.is_heard_by(self.server_life) and self.now < life.heard_at + lease_s
 
     def may_be_in_session(self, life: Life) -> bool:
@@ -303,7 +303,7 @@ class Truth:
         is_fill = call.verb in ("replicate", "update")
         if not is_good and is_fill and life.held is None and (call.is_touched or call.resolved is not None):
             life.poisoned, life.is_torn = True, life.is_torn or call.is_touched
-        life.past = [*life.past, call][-MOST_PAST:]
+        life.past = [*life.past, call][-MAX_PAST:]
         life.call = None
 
     def begins(self, life: Life, read: Read) -> None:
@@ -358,7 +358,7 @@ class Truth:
             return
         if life.heard_by != self.server_life:
             life.heard_since = self.now
-        if self.now > life.heard_at + MOST_OF_A_LEASE * self.plan.settings.lease_s:
+        if self.now > life.heard_at + MAX_OF_A_LEASE * self.plan.settings.lease_s:
             life.away_until = self.now
         life.heard, life.heard_at, life.heard_by, life.is_connected = report, self.now, self.server_life, True
         life.is_turned_away = False

@@ -17,8 +17,8 @@
 
 enum { LARGE_BYTES = 2 << 20, AT_ONCE = 4 }; /* each call waits for all processors once: not for each page */
 enum { NOT_ASKED, BEING_ASKED, ASKED };
-enum { MOMENT_NS = 50 * 1000, MOST_MOMENTS = 10 * 1000 };
-enum { MOST_RUNS = 64 };
+enum { MOMENT_NS = 50 * 1000, MAX_MOMENTS = 10 * 1000 };
+enum { MAX_RUNS = 64 };
 
 static void collapse(large_t *large, uint64_t first, uint64_t stop) {
     uint64_t address = large->address + first * LARGE_BYTES;
@@ -49,7 +49,7 @@ static void ask_few(large_t *large, uint64_t first, uint64_t stop) {
             atomic_store(&large->asked[page], ASKED);
         if (next == first) {
             int moments = 0;
-            while (atomic_load(&large->asked[next]) == BEING_ASKED && moments++ < MOST_MOMENTS)
+            while (atomic_load(&large->asked[next]) == BEING_ASKED && moments++ < MAX_MOMENTS)
                 nanosleep(&moment, NULL);
             atomic_store(&large->asked[next++], ASKED);
         }
@@ -73,10 +73,10 @@ static void have_run(large_t *large, uint64_t address, uint64_t length) {
 
 /* The same for bytes of a stream, all of which lies there. */
 void have_large_for(large_t *large, const table_t *table, uint64_t start, uint64_t stop) {
-    struct iovec runs[MOST_RUNS];
+    struct iovec runs[MAX_RUNS];
     uint64_t bytes;
     while (large && !atomic_load(&large->is_refused) && start < stop) {
-        int count = vectors_of(table, start, stop, MOST_RUNS, runs, &bytes);
+        int count = vectors_of(table, start, stop, MAX_RUNS, runs, &bytes);
         for (int i = 0; i < count; i++)
             have_run(large, (uint64_t)(uintptr_t)runs[i].iov_base, runs[i].iov_len);
         if (!bytes)

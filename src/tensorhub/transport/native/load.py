@@ -12,7 +12,7 @@ import os
 from ctypes import POINTER, c_char_p, c_double, c_int, c_int64, c_uint32, c_uint64, c_void_p
 from functools import cache
 
-from ..shortages import lacks_files
+from ..threads import lacks_files
 from . import build, shapes
 
 _log = logging.getLogger(__name__)

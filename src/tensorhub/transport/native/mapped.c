@@ -13,17 +13,17 @@
 #define MADV_POPULATE_READ 22
 #endif
 
-enum { AT_ONCE = 4 << 20, MOST_PIECES = 16, LONG_PIECE = 16 << 10 };
+enum { AT_ONCE = 4 << 20, MAX_PIECES = 16, LONG_PIECE = 16 << 10 };
 
 /* Have the first pages of [start, stop) in our tables, if they lie in a few pieces: in one call, which costs half of
  * finding each missing. Kernels before 5.14 do not know it. Returns how far. */
 static uint64_t populate(const table_t *theirs, uint64_t start, uint64_t stop) {
-    struct iovec pieces[MOST_PIECES];
+    struct iovec pieces[MAX_PIECES];
     uint64_t end = stop - start < AT_ONCE ? stop : start + AT_ONCE, bytes;
     uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);
-    if (!pieces_in(theirs, start, end, MOST_PIECES))
+    if (!pieces_in(theirs, start, end, MAX_PIECES))
         return end;
-    int count = vectors_of(theirs, start, end, MOST_PIECES, pieces, &bytes);
+    int count = vectors_of(theirs, start, end, MAX_PIECES, pieces, &bytes);
     for (int i = 0; i < count; i++) {
         uintptr_t first = (uintptr_t)pieces[i].iov_base & ~(page - 1);
         madvise((void *)first, (uintptr_t)pieces[i].iov_base + pieces[i].iov_len - first, MADV_POPULATE_READ);

@@ -1,0 +1,483 @@
+"""Messages between server and workers. They state how things are, never what changed."""
+
+import re
+
+import msgspec
+
+from .errors import TensorHubError, UsageError, shortened
+from .manifest import Layout, decode_layout, digest_of_boxed, digest_of_layout
+from .names import Digest, ModelName, Number, ReplicaName, Shard, Ticket, Version, WorkerId
+
+# --- What server and workers say to each other: how things are, never what changed.
+#
+# A worker sends `Hello` once on connecting, and its whole `Report` whenever that changes and once a second. The server
+# answers each report with the worker's `Orders`, and sends them unasked when they change. Before it takes a report of
+# an
+# unknown layout it asks for that (`LayoutWanted`, `LayoutInfo`). A lost or late message is mended by the next one.
+#
+# Two numbers make stale messages harmless. `Orders.number` rises over the server's lives, so a worker drops orders that
+# come late; and orders are the *whole* truth at their number: a ticket below `number` that they do not name is void.
+
+
+PROTOCOL = "tensorhub/5"
+MAX_REPORT_BYTES = 64 * 1024  # a report: a few hundred bytes and bounded texts; of a read across 100 for each source
+MAX_LAYOUT_BYTES = 16 * 1024 * 1024  # about 150,000 tensors
+MAX_TEXT = 2_000  # characters of an error's message on the wire
+MAX_HINT = MAX_WORDS = 500  # of its hint; of each text in a report: why a read failed, how one goes
+MAX_FAILURES = 4  # ticket failures in one report
+MAX_SOURCES = 16  # replicas that a worker names in what it received; what came from others is one sum
+OTHERS = "(others)"  # the name of that sum
+MAX_COPIES = 16  # host copies of one worker
+MAX_CROSS_SITE_VERSIONS = 8  # versions for which a worker says how much came from other sites
+MAX_PINS = 64  # versions pinned by one worker
+MAX_OVER = 1024  # tickets that are over beside one that is still read
+MAX_PARTS = 256  # sources of one read across: no version is read out of more shards at once
+MAX_COMPANIONS = 15  # other models of a set
+Spec = int | str  # a version number, "latest" or "latest-N"; of an update, or a choice, also "prefetched"
+VERBS = ("publish", "unpublish", "replicate", "update", "choose")  # a choice only says what the spec means of a set
+PREFETCH = ("seed", "always", "never")  # fill a host copy ahead: for the whole site, for oneself too, not at all
+
+
+class _Message(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=False):
+    pass
+
+
+def shown_fields(message: msgspec.Struct) -> list[tuple[str, object]]:
+    """The fields of a message, without its token."""
+    fields = ((name, getattr(message, name)) for name in message.__struct_fields__)
+    return [(name, "…" if name == "token" and value else value) for name, value in fields]
+
+
+def shown(message: msgspec.Struct) -> str:
+    """A message as a log may show it."""
+    return f"{type(message).__name__}({', '.join(f'{name}={value!r}' for name, value in shown_fields(message))})"
+
+
+# --- the buffer of a worker -------------------------------------------------------------------------------------------
+
+
+class Empty(_Message, frozen=True, tag="empty"):
+    """Nothing that anybody may read; its owner may change it."""
+
+
+class Filling(_Message, frozen=True, tag="filling"):
+    """Being filled with a version; complete and verified up to `done` of `chunks` (0: not known yet)."""
+
+    version: Version
+    done: int = 0
+    chunks: int = 0
+
+
+class Holding(_Message, frozen=True, tag="holding"):
+    """Has the version, whole and verified, and promises not to change it."""
+
+    version: Version
+    root: Digest
+    published: bool = False  # by this worker itself, rather than replicated
+
+
+class Withdrawing(_Message, frozen=True, tag="withdrawing"):
+    """Wants to take its promise back, and waits until nobody reads any more. `impatient`: cut those who still read."""
+
+    version: Version
+    root: Digest
+    published: bool = False
+    impatient: bool = False
+
+
+class Vacated(_Message, frozen=True, tag="vacated"):
+    """Withdrawn and still untouched: nobody reads it here, and it is held again if nothing is written over it."""
+
+    version: Version
+    root: Digest
+    published: bool = False
+
+
+class Poisoned(_Message, frozen=True, tag="poisoned"):
+    """A fill failed half-way: the bytes are no version at all. `version`: what of it others may still be reading."""
+
+    version: Version | None = None
+
+
+Buffer = Empty | Filling | Holding | Withdrawing | Vacated | Poisoned
+
+
+class HostCopy(_Message, frozen=True):
+    """A version beside the buffer, in host memory: verified up to `done` of `chunks`, or whole; or about to go.
+
+    `number` rises with each copy that a worker makes: a copy that was released and one that was made again differ. One
+    that is `leaving` and not whole is of no use any more. `layout` is named where it is not that of the tensors that
+    are registered now. `unfit`: it can be read by others, and cannot fill the buffer here. `shared`: its memory is
+    that of another worker's copy on this host, and counts there.
+    """
+
+    number: int
+    version: Version
+    root: Digest
+    done: int = 0
+    chunks: int = 0
+    whole: bool = False
+    leaving: bool = False
+    published: bool = False  # by this worker itself: offloaded from what it had published
+    layout: Digest = Digest("")
+    unfit: bool = False
+    shared: bool = False
+
+
+# --- from a worker ----------------------------------------------------------------------------------------------------
+
+
+class Hello(_Message, frozen=True, tag="hello"):
+    """Who this worker is. `life` is unique to one life of the process; `protocol` must be the server's own."""
+
+    protocol: str
+    model: ModelName
+    replica: ReplicaName
+    shard: Shard
+    shards: int
+    life: str
+    endpoints: tuple[str, ...] = ()  # best first: "tcp://host:port"
+    revocable: bool = False  # it can cut its readers off itself, by every one of its endpoints
+    reliable: bool = True
+    site: str = ""
+    host: str = ""
+    token: str = ""
+    prefetch: str = "seed"  # one of PREFETCH
+    retain: int = 0  # versions of the model to keep, until all have left; the most that reliable workers ask for counts
+    place: str = ""  # workers that name the same one can map each other's host copies; empty: nobody can
+    is_passing: bool = False  # it comes for one version and leaves: no trainer waits for it
+    companions: tuple[ModelName, ...] = ()  # the other models of its set: a version of it is one that all of them have
+
+    @property
+    def worker(self) -> WorkerId:
+        return WorkerId(self.model, self.replica, self.shard)
+
+    def __repr__(self) -> str:
+        return shown(self)
+
+    def __rich_repr__(self) -> list[tuple[str, object]]:
+        return shown_fields(self)
+
+
+class LayoutInfo(_Message, frozen=True, tag="layout"):
+    """The tensors that a worker has registered, so that a mismatch can name the tensor. Sent when asked for.
+
+    `boxes`, which the server never decodes, says which parts of which global tensors they are; empty: of none, and a
+    shard's number is all that tells them from those of another. `partial`: some of the model is left out.
+    """
+
+    layout: msgspec.Raw  # a `Layout`, still encoded
+    boxes: bytes = b""
+    partial: bool = False
+
+    @classmethod
+    def of(cls, layout: Layout, boxes: bytes = b"", *, partial: bool = False) -> "LayoutInfo":
+        return cls(msgspec.Raw(layout.encode()), boxes, partial)
+
+    def digest(self) -> Digest:
+        """The layout's digest. One that has boxes says so by how it begins (`names.is_boxed`, `is_partial`)."""
+        return digest_of_boxed(self.layout, self.boxes, self.partial) if self.boxes else digest_of_layout(self.layout)
+
+    def decode(self) -> Layout:
+        """Raises `UsageError` if it is no layout. Ten thousand tensors take 11 ms: only errors are worth that."""
+        return decode_layout(self.layout)
+
+
+class CallReport(_Message, frozen=True):
+    """The group call that this worker's caller waits in; `resolved` is the version that the server answered."""
+
+    number: int
+    verb: str  # one of VERBS
+    spec: Spec  # of an unpublish: ""
+    root: Digest = Digest("")  # of a publish: the content's identity
+    resolved: Version | None = None
+    claim: Version | None = None  # of an unpublish: the number that is to be published next, for nobody else to take
+    waits: bool = False  # of a replicate: for the number to be published, if it may still be
+    metadata: Digest = Digest("")  # of what a publish says beside its tensors: the same on all shards
+    grid: Digest = Digest("")  # of the tiles that a publish has cut: the same on all shards
+    floor: Version | None = None  # of an update (of a set: its choice): what was held when its caller began to wait
+
+
+class Reading(_Message, frozen=True):
+    """The one read that this worker has open; it may be about to stop.
+
+    `is_opened`: its manifest is here, and it waits for the buffer. `arrived_bytes` came by it so far, of chunks under
+    way too: a source that is too slow is left. `shares`: it maps the source's host copy, and copies nothing. What
+    follows `shares` is for people, and may be empty yet.
+    """
+
+    ticket: Ticket
+    source: WorkerId
+    version: Version
+    from_host: bool = False
+    to_host: bool = False
+    is_opened: bool = False
+    arrived_bytes: int = 0
+    shares: bool = False
+    transport: str = ""  # "local", "tcp", …
+    path: str = ""  # how that transport moves the bytes, in a few words
+    why: str = ""  # why this transport, and none that is usually better
+    rate_bytes_per_s: int = 0  # over the last second or so
+
+
+class Part(_Message, frozen=True, array_like=True):
+    """One source of a read across: the ticket under which it is read, and how much came from it so far."""
+
+    ticket: Ticket
+    source: WorkerId
+    from_host: bool = False
+    arrived_bytes: int = 0
+
+
+class Across(_Message, frozen=True):
+    """The one read that this worker has open, if that is one out of sources that are cut in another way.
+
+    `root` is the content's identity in this worker's own layout, derived from its sources' manifests; empty until those
+    are here. `is_opened`: they are, and it waits for the buffer. `parts` are the sources that are being read, `brought`
+    the tickets of those that have brought all that was wanted of them.
+    """
+
+    version: Version
+    to_host: bool = False
+    root: Digest = Digest("")
+    is_opened: bool = False
+    parts: tuple[Part, ...] = ()
+    brought: tuple[Ticket, ...] = ()
+
+
+class TicketFailure(_Message, frozen=True):
+    """A read that failed, and why: a code of the error tree, a sentence, and what to do about it."""
+
+    ticket: Ticket
+    source: WorkerId
+    code: str
+    message: str
+    hint: str = ""
+
+
+class Failure(_Message, frozen=True):
+    """An error of the tree, as it travels."""
+
+    code: str
+    message: str
+    hint: str = ""
+
+    @classmethod
+    def of(cls, error: TensorHubError) -> "Failure":
+        """As it travels; what caused it stays here."""
+        return cls(error.code, str(error), error.hint or "")
+
+    def bounded(self) -> "Failure":
+        """As it may travel: no text is longer than a message has room for."""
+        return Failure(self.code, shortened(self.message, MAX_TEXT), shortened(self.hint, MAX_HINT))
+
+
+class Roster(_Message, frozen=True):
+    """Who lives of a model: so many sessions, with that keyed sum. `number` rises whenever that changes."""
+
+    number: Number
+    count: int
+    digest: str
+    receipt: str
+
+
+class Report(_Message, frozen=True, tag="report"):
+    """How things are at this worker.
+
+    `number` rises by one with each report. `session` is as the server last named it (0: never). `seen` is the highest
+    orders number ever seen. `ended` is the position of the last call that ended here (`missed`: why it was never made),
+    `finished` that of the last one that ended well. No ticket up to and including `closed` is being read any more.
+    `newest` is the highest version ever heard of: with it `latest` survives a restart of the server. `failures` are of
+    the current call, newest last. `copies` are in host memory, where `copies_left` more would fit; one that could not
+    be made left `copy_error`. `pins` are the versions to be kept, `prefetch` what to fill a copy with ahead. `closing`:
+    it wants to leave, nothing that it holds can be relied on. `stops`: it was told that nobody reads from its buffer
+    any more, and stops serving it. `roster` is the newest that it was told, while its own lease lasts. Of a read out of
+    sources that are cut in another way `across` tells, and not `reading`; `over` are tickets above `closed` that ended.
+    """
+
+    number: int
+    session: Number = Number(0)
+    seen: Number = Number(0)
+    buffer: Buffer = Empty()
+    layout: Digest = Digest("")
+    size_bytes: int = 0
+    call: CallReport | None = None
+    ended: int = 0
+    finished: int = 0
+    reading: Reading | None = None
+    closed: Ticket = Ticket(0)
+    newest: Version | None = None
+    failures: tuple[TicketFailure, ...] = ()
+    received_bytes: dict[str, int] = {}  # by source replica, over this life: the latest few, and OTHERS
+    cross_site_bytes: dict[int, int] = {}  # by version: of these, those from other sites; the latest few
+    copies: tuple[HostCopy, ...] = ()
+    copies_left: int = 0
+    copy_error: Failure | None = None
+    pins: tuple[Version, ...] = ()
+    prefetch: Spec | None = None
+    newest_receipt: str = ""  # of the server, for `newest`
+    receipts: dict[int, str] = {}  # of the server, by version: that what is here is what was published
+    ceiling: Number = Number(0)  # no server has ever given out a number above it
+    ceiling_receipt: str = ""
+    closing: bool = False
+    leaving: bool = False  # close() was called, nobody reads any more: this worker may be forgotten
+    claim: Version | None = None  # the number that its last unpublish has claimed
+    claimed_in: Number = Number(0)  # the number of the orders that granted it: of two claims the later one counts
+    stops: bool = False
+    roster: Roster | None = None
+    across: Across | None = None
+    over: tuple[Ticket, ...] = ()
+    missed: Failure | None = None
+
+
+# --- from the server --------------------------------------------------------------------------------------------------
+
+
+class Grant(_Message, frozen=True):
+    """Permission to read one version of one shard from one source: from its buffer or its host copy, into either.
+
+    `shares`: both are host copies on one host. Map the source's, which is whole; where that cannot be, read it at once.
+    """
+
+    ticket: Ticket
+    version: Version
+    root: Digest
+    source: WorkerId
+    endpoints: tuple[str, ...]
+    reason: str
+    encoding: str = "full"
+    from_host: bool = False
+    to_host: bool = False
+    is_cross_site: bool = False  # the source is in another site
+    shares: bool = False
+    parts: int = 0  # a read across begins with so many, one for each line of a cut; 0: this one is a whole read
+
+
+class Answer(_Message, frozen=True):
+    """What became of one call: its version once resolved, then `finished` or `error`; else what it awaits.
+
+    `instead`: its position was over before this shard came to it; if nothing was resolved it goes on there, no error.
+    """
+
+    number: int
+    version: Version | None = None
+    finished: bool = False
+    error: Failure | None = None
+    waiting: Failure | None = None
+    instead: int = 0
+
+
+class Orders(_Message, frozen=True, tag="orders"):
+    """What the server wants of one worker, whole.
+
+    `acknowledged` is the number of the latest report taken in. `position` is the position of the last call that
+    ended anywhere in the replica, None while the server cannot know it. `drained` names the version that nobody reads
+    from this worker any more. `newest` is the newest version of the model, so that all of them remember it. `offload`:
+    copy that version from the buffer to host memory before leaving it. `fetch`: fill a host copy with that version as
+    grants allow. `release`: the host copies of these numbers are not needed any more; each is named until it is gone,
+    and dropped when orders that answer a report of it as `leaving` still name it. `roster`: who lives, to be shown to
+    the next life of the server; None takes an older one back. `witness`: report at once that all this is known here.
+    `across`: instead of a `grant`, one for each shard of a replica that is cut in another way. They are one read.
+    """
+
+    number: Number
+    session: Number
+    acknowledged: int
+    lease_s: float
+    trust_s: float
+    report_s: float
+    position: int | None = None
+    answer: Answer | None = None
+    grant: Grant | None = None
+    drained: Version | None = None
+    newest: Version | None = None
+    offload: Version | None = None
+    fetch: Version | None = None
+    release: tuple[int, ...] = ()
+    newest_receipt: str = ""
+    receipts: dict[int, str] = {}  # for what the worker holds or reads and has none of yet
+    ceiling: Number = Number(0)
+    ceiling_receipt: str = ""
+    conflict: Digest = Digest("")  # content with this root is not what its version is: whoever holds it does not
+    roster: Roster | None = None
+    witness: bool = False
+    across: tuple[Grant, ...] = ()
+
+
+class Refusal(_Message, frozen=True, tag="refusal"):
+    """The server will not talk to this worker; the connection ends. `retry_s` > 0: it may help to come back then.
+
+    A connection carries one session. A worker whose session has ended is refused with such a pause when it reports
+    again: it has heard by then whatever was said to it before, and begins the next session with that known.
+    """
+
+    code: str
+    message: str
+    hint: str = ""
+    retry_s: float = 0.0
+
+
+class LayoutWanted(_Message, frozen=True, tag="layout-wanted"):
+    """The server does not know what this layout is. One who has it says so for all."""
+
+    layout: Digest
+
+
+ToServer = Hello | LayoutInfo | Report
+ToWorker = Orders | Refusal
+
+
+# --- Sums by name, of which only the latest few are kept apart: for reports and tables that must not grow.
+
+
+def add_up(table: dict[str, int], name: str, amount: int, *, most: int) -> None:
+    """Count the amount under that name. Beyond `most` names, those not heard of for longest become one sum."""
+    table[name] = table.pop(name, 0) + amount
+    named = [each for each in table if each != OTHERS]
+    for each in named[: max(0, len(named) - most)]:
+        table[OTHERS] = table.get(OTHERS, 0) + table.pop(each)
+
+
+# --- How a caller names a version: an integer, "latest", or "latest-N" (the N-th before the latest).
+#
+# And for `update`, or the choice that the update of a set begins with, "prefetched": the newest that all shards of the
+# replica have whole in their own host memory.
+
+
+_LATEST = re.compile(r"latest(?:-(\d{1,9}))?\Z")
+PREFETCHED = "prefetched"
+HIGHEST_VERSION = 2**62  # fits every integer type on the way
+MAX_FIRST_VERSION = 2**53  # JSON has it exactly; steps, samples, tokens and microseconds since 1970 are far below
+MAX_VERSION_JUMP = 10**9  # a large step has 10**8 tokens, a day 86_400_000 ms; from 2**53 to 2**62 it takes 4.6e9 jumps
+
+
+def parse_spec(spec: Spec, verb: str = "") -> Version | None:
+    """The version that the spec of this verb names outright, or None if the server has to say. Raises `UsageError`."""
+    if isinstance(spec, int) and not isinstance(spec, bool):
+        if 0 <= spec <= HIGHEST_VERSION:
+            return Version(spec)
+        raise UsageError(f"version {spec} is out of range: versions are integers from 0 to 2**62")
+    if isinstance(spec, str) and _LATEST.match(spec):
+        return None
+    if verb in ("update", "choose") and spec == PREFETCHED:
+        return None
+    if spec == PREFETCHED:
+        raise UsageError(f"{spec!r} is for update() only", hint='use an integer, "latest" or "latest-N"')
+    more = ', or for update() "prefetched"' if verb == "update" else ""
+    raise UsageError(f"{spec!r} names no version", hint=f'use an integer, "latest" or "latest-N"{more}')
+
+
+def steps_back(spec: str) -> int:
+    """How far before the latest: 0 for "latest", N for "latest-N"."""
+    found = _LATEST.match(spec)
+    assert found is not None
+    return int(found.group(1) or 0)
+
+
+def call_text(verb: str, spec: Spec, claim: Version | None, *, waits: bool = False) -> str:
+    """A call as its caller would write it. What a set's replicate or update begins with is no call of its own."""
+    if verb == "choose":
+        return f"replicate or update({spec!r}) on a set"
+    if claim is not None:
+        return f"mutating(version={claim})"
+    return f"{verb}({spec!r}{', wait=True' if waits else ''})" if spec != "" else f"{verb}()"

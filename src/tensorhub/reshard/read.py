@@ -1,0 +1,748 @@
+"""Fills tensors with tiles from sources of other layouts, and the tiled version that results."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import xxhash
+from numpy.lib.stride_tricks import as_strided
+
+from ..memory.digests import NO_ALGORITHM, Verify, check_verify
+from ..memory.registration import Registration
+from ..protocol.errors import (
+    CorruptTransfer,
+    InvariantViolation,
+    LayoutMismatch,
+    SourceLost,
+    TensorHubError,
+    UsageError,
+)
+from ..protocol.layout import GlobalTensor
+from ..protocol.manifest import (
+    DIGEST_BYTES,
+    MAX_SIZE,
+    Layout,
+    TensorSpec,
+    TileManifest,
+    chunk_count,
+    contiguous_strides,
+)
+from ..protocol.names import Digest
+from ..transport import views as gathered
+from ..transport.base import Gate, Look, Progress, Terms
+from ..transport.rows import ROW_WORDS, Parcels, RowStream
+from ..transport.views import is_bare
+from .copies import COLUMNS, TARGET, Bytes, Copies, carry_out, check_coverage
+from .derive import Source, derive_manifest
+from .exported import FEW_TILES, Cut, check_cut, decode_cut, publish_cut, tile_digests
+from .grid import (
+    EMPTY,
+    BoxTable,
+    Cutting,
+    Grid,
+    Ints,
+    Spans,
+    Tiles,
+    chunks_of,
+    grid_of,
+    ints,
+    ranges_of,
+    ranks_of,
+    spans,
+    spans_of,
+    starts_of,
+    tiles_of,
+)
+from .plan import PARCEL_BYTES, Order, Plan, orders_of, plan_reads
+from .wire import decode_table, grid_digest, layout_digest
+
+# --- One read from one source of a fill across layouts (`across`): a `Sink` that wants pieces.
+#
+# Where the mover is in use it judges and scatters by itself (`terms`). Elsewhere parcels come to `accept` as views of
+# the
+# tensors, or of scratch memory where only parts of their tiles are kept.
+# It must never: count a parcel of which a tile is not as the reader's manifest has it.
+
+
+class Fill(Protocol):
+    """What a leg needs of the fill that it belongs to."""
+
+    registration: Registration
+    manifest: TileManifest
+    is_checking: bool
+    gate: Gate
+
+    def check(self) -> None: ...
+
+    def settle(self) -> None: ...
+
+    def mark(self, progress: Progress, parcels: Sequence[int]) -> None: ...
+
+    def filled(self, tiles: Ints) -> None: ...
+
+
+class Leg:
+    """One read from one source. Its chunks are parcels of tiles."""
+
+    is_cross_site = False
+
+    def __init__(self, fill: Fill, source: Source, number: int, plan: Plan, order: Order, mine: Ints) -> None:
+        """`mine` says which of all tiles of the reader those of the plan are."""
+        if source.manifest is None:
+            raise InvariantViolation("a source without its manifest")
+        self.number = number  # of its source, among those that were given
+        self.source = source
+        self._fill = fill
+        self._root = source.manifest.root()
+        self._plan = plan
+        self._order = order
+        self._progress = Progress(len(order.parcels))
+        self._accepted = bytearray(len(order.parcels))
+        slots = plan.tiles.slot[plan.tile[order.fetches]]
+        known = np.frombuffer(fill.manifest.digests, f"V{DIGEST_BYTES}") if fill.is_checking else None
+        self._digests = known[slots].tobytes() if known is not None else None
+        self._rows = RowStream(order.scatter.stream, order.scatter.ours)
+        self._scratch: dict[int, bytearray] = {}  # of parcels on their way that are kept in part
+        by_fetch = np.argsort(plan.fetch_of, kind="stable")
+        self._filled = mine[by_fetch]  # by each fetch
+        self._ends = np.searchsorted(plan.fetch_of[by_fetch], np.stack([order.fetches, order.fetches + 1]))
+        self._first_tile = np.array(order.scatter.first_tile, np.int64)
+        self._open = list(range(len(order.parcels)))  # not noted yet
+        self._noting = threading.Lock()
+
+    # -- what the fill asks --------------------------------------------------------------------------------------------
+
+    def note(self) -> None:
+        """Tell the fill of what has come since it was told last."""
+        with self._noting:
+            done: list[int] = []
+            came, self._open = self._open, []
+            for parcel in came:  # each is looked at once: more may be marked meanwhile
+                (done if self._progress.has(parcel) else self._open).append(parcel)
+            if not done:
+                return
+            self._fill.filled(self._tiles(done))
+
+    def take_rest(self) -> Ints:
+        """The tiles that it has not brought, and will not."""
+        with self._noting:
+            rest, self._open = self._open, []
+            return self._tiles(rest)
+
+    def _tiles(self, parcels: Sequence[int]) -> Ints:
+        first, last = self._ends[:, ranges_of(self._first_tile[:-1], self._first_tile[1:], ints(parcels))]
+        found: Ints = self._filled[ranges_of(first, last)]
+        return found
+
+    # -- what a transport asks -----------------------------------------------------------------------------------------
+
+    @property
+    def parcels(self) -> Parcels:
+        return self._order.parcels
+
+    @property
+    def is_checking(self) -> bool:
+        return self._fill.is_checking
+
+    @property
+    def stream(self) -> "Leg":
+        return self
+
+    @property
+    def size_bytes(self) -> int:
+        return self.parcels.size_bytes
+
+    @property
+    def chunk_bytes(self) -> int:
+        return max(1, self.parcels.most_bytes)
+
+    def begin(self, manifest: bytes) -> Sequence[int]:
+        """All parcels. `CorruptTransfer` if this is another content than the plan was made for."""
+        self._fill.check()
+        check_cut(manifest, self._root)  # its layout is known: nothing is unpacked
+        return self._open
+
+    def terms(self) -> Terms | None:
+        return Terms(self._digests, self._progress, (self._fill.gate,), scatter=self._order.scatter)
+
+    def told(self, size_bytes: int) -> None:
+        self.note()
+        self._fill.registration.took(size_bytes)
+
+    def check(self) -> None:
+        self._fill.check()
+
+    def touch(self) -> None:
+        self._fill.check()
+        self._fill.settle()
+
+    def observe(self, chunk: int) -> Look | None:
+        return None
+
+    @contextmanager
+    def reading(self, start: int, stop: int) -> Iterator[Sequence[memoryview]]:
+        raise InvariantViolation("a fill across layouts is read from")
+        yield ()
+
+    @contextmanager
+    def writing(self, start: int, stop: int) -> Iterator[Sequence[memoryview]]:
+        """Where a parcel belongs; or scratch memory."""
+        parcel = int(np.searchsorted(self.parcels.bounds, start, "right")) - 1
+        if self._order.scatter.is_kept[parcel]:
+            self._scratch[parcel] = bytearray(stop - start)
+            yield [memoryview(self._scratch[parcel])]
+            return
+        with self._rows.writing(start, stop) as views:
+            yield views
+
+    def accept(self, chunk: int, views: Sequence[memoryview]) -> None:
+        tiles, start = self._order.scatter.tiles, self.parcels.bounds[chunk]
+        data = memoryview(b"".join(views))
+        if len(data) != self.parcels.bounds[chunk + 1] - start:
+            raise CorruptTransfer(f"a parcel from {self.source.name} came with {len(data)} B")
+        for tile in self._order.tiles_of(chunk) if self._digests is not None else ():
+            found = xxhash.xxh3_128_digest(
+                self._turned(tile, data) or data[tiles[tile] - start : tiles[tile + 1] - start]
+            )
+            if found != self._announced(tile):
+                raise self.wrong_tile(tile)
+        self._fill.check()
+        self._accepted[chunk] = True
+
+    def stored(self, chunk: int) -> None:
+        if not self._accepted[chunk]:
+            raise InvariantViolation(f"parcel {chunk} was called stored but had not been accepted")
+        if self._order.scatter.is_kept[chunk]:
+            self._keep(chunk, np.frombuffer(self._scratch.pop(chunk), np.uint8))
+        self._fill.mark(self._progress, (chunk,))
+        self.note()
+
+    def count(self, parcels: range) -> None:
+        self._fill.mark(self._progress, parcels)
+
+    def wrong_tile(self, tile: int) -> CorruptTransfer:
+        name = self._plan.tiles.text(int(self._plan.tile[self._order.fetches[tile]]))
+        return CorruptTransfer(
+            f"{name} from {self.source.name} is not what was published: its digest is not {self._announced(tile).hex()}"
+        )
+
+    def _turned(self, tile: int, data: memoryview) -> bytes:
+        """A tile that came in another order, in its own; nothing if it did not."""
+        turns, memory = self._order.scatter.turns, np.frombuffer(data, np.uint8)
+        found = []
+        for row in range(*self._order.scatter.first_turn[tile : tile + 2]):
+            place, run, count, stride, counts, strides = turns[ROW_WORDS * row : ROW_WORDS * (row + 1)]
+            found.append(as_strided(memory[place:], (counts, count, run), (strides, stride, 1)).tobytes())
+        return b"".join(found)
+
+    def _announced(self, tile: int) -> bytes:
+        assert self._digests is not None, "nothing is checked"
+        return self._digests[DIGEST_BYTES * tile : DIGEST_BYTES * (tile + 1)]
+
+    def _keep(self, parcel: int, data: Bytes) -> None:
+        """Put parts of it where they belong: row by row, for each lies in one tensor."""
+        scatter = self._order.scatter
+        first, last = scatter.first_keep[parcel], scatter.first_keep[parcel + 1]
+        keeps = np.array(scatter.keeps[COLUMNS * first : COLUMNS * last], np.int64).reshape(-1, COLUMNS)
+        for row in keeps:
+            copies = Copies(row[None].copy(), EMPTY)
+            if not is_bare(scatter.stream):
+                packed = np.empty(int(copies.size_bytes[0]), np.uint8)
+                carry_out(Copies(copies.rows, np.zeros(1, np.int64)).gathering(), data, packed)
+                gathered.scatter(scatter.stream, copies.ranges(TARGET), packed.data)
+                continue
+            start, stop = copies.extent(TARGET)
+            copies.rows[:, TARGET] -= start
+            with scatter.stream.writing(start, stop) as (view,):
+                carry_out(copies, data, np.frombuffer(view, np.uint8))
+
+
+# --- Fills registered tensors with one version out of sources that are cut in other ways, tile by tile.
+#
+#     across = Across(registration, tiles, manifest)      the reader's tiles, and its manifest, derived from the
+#     sources'
+#     for leg in across.legs(sources): ...                what is missing, planned over these sources
+#         transport.read(endpoint, key, leg, on_end)      each leg is a sink, reads from one source, and fails by itself
+#     on_end: across.ended(leg)                           what it has not brought is missing again: `legs` of others
+#
+# Rules:
+# 1. The reader's manifest is known before the first byte, and its root is what the server named: the caller has
+# compared
+#    it. A tile counts only with the digest that this manifest has for it, whoever sends it.
+# 2. A source that offers another manifest than the plan was made from is refused (`CorruptTransfer`) before a byte
+# comes.
+# 3. `progress` is by the reader's own chunks: others may read behind it. A chunk counts once all its tiles
+#    do. What a leg has brought is noted when it is told, at most every 50 ms, and when it ends.
+# 4. After `revoke` has returned, nothing more counts.
+# 5. What is in no box is never written.
+# 6. The next version comes in the same way, if no layout has changed. So a registration's last plan for all its tiles
+# is
+#    kept as long as it lives: about 0.5 KB for each tile.
+#
+# Called from several transport threads at once. Never: choose sources, wait for a transport.
+
+
+_Planned = tuple[Plan, list[tuple[int, Order]]]  # and each order with the number of its source
+_plans: "WeakKeyDictionary[Registration, tuple[object, _Planned]]" = WeakKeyDictionary()
+_planning = threading.Lock()  # guards it
+
+
+class Across:
+    """One fill of one registration, from as many sources as it takes. Thread-safe."""
+
+    def __init__(
+        self,
+        registration: Registration,
+        tiles: Tiles,
+        manifest: TileManifest,
+        *,
+        verify: Verify = "full",
+        on_stored: Callable[[int], None] | None = None,
+        parcel_bytes: int = PARCEL_BYTES,
+        chunk_bytes: int | None = None,
+    ) -> None:
+        """`on_stored` is told the prefix of chunks, one call at a time, in a transport's thread.
+
+        With `chunk_bytes` progress is by chunks of so many bytes of the stream, as that of every export.
+        """
+        check_verify(verify)
+        if verify == "full" and manifest.algorithm == NO_ALGORITHM:
+            raise UsageError(
+                'this version was published with verify="none": its bytes cannot be verified',
+                hint='publish it with verify="full", or say verify="none" here as well',
+            )
+        self.registration = registration
+        self.tiles = tiles
+        self.manifest = manifest
+        self.is_checking = verify == "full"
+        self.gate = Gate()  # shut once it is revoked
+        self._parcel_bytes = parcel_bytes
+        self._spread = _by_chunks(tiles) if chunk_bytes is None else _by_stream(tiles, chunk_bytes)
+        self.progress = Progress(self._spread.count)
+        self._left = np.bincount(self._spread.chunk, minlength=self._spread.count)  # tiles of each chunk
+        for empty in np.flatnonzero(self._left == 0).tolist():  # what is in no box is there
+            self.progress.mark(empty)
+        self._is_open = np.ones(len(tiles), np.bool_)  # neither there nor on its way
+        self._missing = len(tiles)
+        self._on_stored = on_stored
+        self._revoked: TensorHubError | None = None
+        self._is_settled = False
+        self._lock = threading.RLock()
+        self._telling = threading.Lock()
+
+    @property
+    def missing(self) -> int:
+        """Tiles that are not there."""
+        return self._missing
+
+    @property
+    def open(self) -> int:
+        """Tiles that are not there, and that no leg is to bring."""
+        with self._lock:
+            return int(np.count_nonzero(self._is_open))
+
+    def legs(self, sources: Sequence[Source]) -> list[Leg]:
+        """Reads that bring all that is missing and not on its way already. Raises as `plan_reads` does.
+
+        One thread at a time plans, and nobody waits for it: what is open stays so, and more may become open meanwhile.
+        """
+        with self._lock:
+            self.check()
+            mine = np.flatnonzero(self._is_open)
+        if not len(mine):
+            return []
+        plan, orders = self._planned(mine, sources)
+        found = [Leg(self, sources[number], number, plan, order, mine) for number, order in orders]
+        with self._lock:
+            self.check()
+            self._is_open[mine] = False
+        return found
+
+    def _planned(self, mine: Ints, sources: Sequence[Source]) -> _Planned:
+        """How these tiles come, and what each source is asked for."""
+        layouts = tuple(source.manifest.layout for source in sources if source.manifest is not None)
+        key = (self.manifest.layout, self.manifest.grid, layouts, self._parcel_bytes)
+        is_whole = len(mine) == len(self.tiles)
+        with _planning:
+            known = _plans.get(self.registration)
+        if is_whole and known is not None and known[0] == key:
+            return known[1]
+        plan, stream = plan_reads(self.tiles.only(mine), sources), self.registration.stream
+        found = (
+            plan,
+            [
+                (number, order)
+                for number, source in enumerate(sources)
+                for order in orders_of(plan, number, source.table.size_bytes, stream, parcel_bytes=self._parcel_bytes)
+            ],
+        )
+        if is_whole:
+            with _planning:
+                _plans[self.registration] = key, found
+        return found
+
+    def ended(self, leg: Leg) -> int:
+        """The transport has done with it. Returns how many tiles it leaves missing."""
+        leg.note()
+        with self._lock:
+            left = leg.take_rest()
+            self._is_open[left] = True
+            return len(left)
+
+    def filled(self, tiles: Ints) -> None:
+        """These are in place."""
+        with self._telling:
+            with self._lock:
+                self.check()
+                self._missing -= len(tiles)
+                chunks = self._spread.of(tiles)
+                touched = np.unique(chunks)
+                np.subtract.at(self._left, chunks, 1)
+                done = touched[self._left[touched] == 0].tolist()
+                self.progress.mark_all(done)
+            if done and self._on_stored is not None:
+                self._on_stored(self.progress.prefix)
+
+    def mark(self, progress: Progress, parcels: Sequence[int]) -> None:
+        """These parcels of a leg count, unless the fill was revoked."""
+        with self._lock:
+            self.check()
+            progress.mark_all(parcels)
+
+    def settle(self) -> None:
+        """Before the first byte: nothing that was launched earlier may still read or write these tensors."""
+        with self._lock:
+            if not self._is_settled:
+                self.registration.settle_to_fill()
+                self._is_settled = True
+
+    def revoke(self, error: TensorHubError) -> None:
+        """From now on nothing is taken: the permission to read has ended."""
+        with self._lock:
+            self._revoked = self._revoked or error
+        self.gate.shut()
+
+    def check(self) -> None:
+        """Raises once it is revoked."""
+        if self._revoked is not None:  # raised anew: kept with a traceback, it would hold all that ever ran into it
+            raise type(self._revoked)(str(self._revoked), hint=self._revoked.hint)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _Spread:
+    """In which chunks each tile lies; an alias in none, for it needs no bytes."""
+
+    count: int  # of chunks
+    first: Ints  # [tiles + 1]
+    chunk: Ints
+
+    def of(self, tiles: Ints) -> Ints:
+        """The chunks of these tiles, one after another."""
+        lengths = self.first[tiles + 1] - self.first[tiles]
+        found: Ints = self.chunk[np.repeat(self.first[tiles], lengths) + ranks_of(lengths)]
+        return found
+
+
+def _by_chunks(tiles: Tiles) -> _Spread:
+    """Runs of whole tiles: what readers of one layout may exchange as it is."""
+    chunks = chunks_of(tiles)
+    chunk = chunks.of_tiles(len(tiles))
+    return _Spread(len(chunks), starts_of((chunk >= 0).astype(np.int64)), chunk[chunk >= 0])
+
+
+def _by_stream(tiles: Tiles, chunk_bytes: int) -> _Spread:
+    """Chunks of equal length: a tile lies in all that its memory reaches into."""
+    start = tiles.offset
+    stop = start + spans(tiles.size, tiles.strides, tiles.item)
+    is_own = tiles.table.alias_of[tiles.box] == tiles.box
+    low = start // chunk_bytes
+    lengths = np.where(is_own & (stop > start), (stop - 1) // chunk_bytes - low + 1, 0)
+    count = -(-tiles.table.size_bytes // chunk_bytes)
+    return _Spread(count, starts_of(lengths), np.repeat(low, lengths) + ranks_of(lengths))
+
+
+# --- A version of one shard, cut into tiles, as whoever holds it, serves it, copies it or fills it needs to have it.
+#
+#     publish     boxes of all layouts ──▶ grid_for ──▶ tiled_version: digests of what is registered now
+#     read        manifests of sources ──▶ version_from: the reader's own manifest, before a byte moves
+#
+# It has the same questions as a plain `Manifest`, so that exports, host copies and the machine need not know which it
+# is.
+# Readers of it get tiles (`parcels`), readers of the same layout too; what is served is counted by chunks of equal
+# length
+# of the stream, as of every export.
+#
+# Never: take digests from a source whose root is not the one that the server named.
+
+
+_log = logging.getLogger(__name__)
+NOBODY: Mapping[bytes, str] = {}
+MAX_CUTS = 1 << 23  # of a grid: half of what may travel, `wire.MAX_PLAIN_BYTES`; names take the rest
+COPIES = 4  # of one tile at a reader, on average: tied weights, and what it keeps twice
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TiledVersion:
+    """A shard's boxes, the grid, a digest for each tile; and where the tiles lie in the registered stream."""
+
+    cut: Cut
+    tiles: Tiles
+    size_bytes: int
+    chunk_bytes: int  # in which what is there is counted
+    parts: list[bytes] = field(
+        default_factory=list
+    )  # one, once it is known: digests of the tiles that lie here in part
+
+    def __repr__(self) -> str:
+        return f"<{len(self.tiles)} tiles of {self.size_bytes} B>"
+
+    @property
+    def chunk_count(self) -> int:
+        return chunk_count(self.size_bytes, self.chunk_bytes)
+
+    @property
+    def digests(self) -> bytes:
+        return self.cut.manifest.digests
+
+    @property
+    def metadata(self) -> bytes:
+        return self.cut.manifest.metadata
+
+    @cached_property
+    def _root(self) -> Digest:
+        return self.cut.manifest.root()
+
+    def root(self) -> Digest:
+        """The content's identity, in this layout."""
+        return self._root
+
+    @cached_property
+    def _encoded(self) -> bytes:
+        return self.cut.encode()
+
+    def encode(self) -> bytes:
+        """As it travels ahead of the bytes."""
+        return self._encoded
+
+    def changed(self, registration: Registration) -> list[int]:
+        """The tiles whose bytes now differ. Blocks.
+
+        Of a tile that lies here in part what was noted tells; where nothing was, it is left out.
+        """
+        digest = f"V{DIGEST_BYTES}"
+        known = np.frombuffer(self.digests, digest)[self.tiles.slot]  # a copy
+        looked_at = np.arange(len(self.tiles)) if self.parts else np.flatnonzero(self.tiles.is_whole)
+        if self.parts:
+            known[~self.tiles.is_whole] = np.frombuffer(self.parts[0], digest)
+        found = np.frombuffer(tile_digests(registration, self.tiles.only(looked_at)), digest)
+        return [int(tile) for tile in looked_at[found != known[looked_at]]]
+
+    def note_parts(self, registration: Registration) -> None:
+        """What lies here has just been verified: note what nobody's manifest has a digest of. Blocks.
+
+        Those are for this worker alone: its layout was not known when the version was published, so that some tiles
+        reach out of its boxes.
+        """
+        if not self.is_whole and not self.parts:
+            partly = np.flatnonzero(~self.tiles.is_whole)
+            self.parts.append(tile_digests(registration, self.tiles.only(partly)))
+
+    @property
+    def is_whole(self) -> bool:
+        """Every tile can be hashed, and shown to others: it is cut as was known when the version was published."""
+        return bool(self.tiles.is_whole.all())
+
+    def names(self, tiles: Sequence[int], registration: Registration) -> list[str]:
+        """The registered tensors in which these tiles lie."""
+        at = np.sort(self.tiles.offset[np.asarray(tiles, np.int64)])
+        specs = registration.layout.tensors
+        start = np.array([spec.offset_bytes for spec in specs], np.int64)
+        stop = start + np.array([spec.size_bytes for spec in specs], np.int64)
+        has_some = np.searchsorted(at, start) < np.searchsorted(at, stop)
+        return [specs[index].name for index in np.flatnonzero(has_some).tolist()]
+
+    def check(self, registration: Registration, what: str) -> None:
+        """Raises `CorruptTransfer` unless all of it is there. Blocks."""
+        wrong = self.changed(registration)
+        if wrong:
+            more = f" and {len(wrong) - 1} other tiles" if len(wrong) > 1 else ""
+            raise CorruptTransfer(f"{what} is not what was published: {self.tiles.text(wrong[0])}{more}")
+
+
+# --- publishing -------------------------------------------------------------------------------------------------------
+
+
+def grid_for(publisher: Sequence[bytes], others: Sequence[bytes], names: Mapping[bytes, str] = NOBODY) -> Grid:
+    """The grid of a version, from the boxes of all shards of its publisher and of all that are to read it.
+
+    Raises `LayoutMismatch` if the publisher's shards do not cover every tensor, or mean different ones by one name, and
+    `UsageError` if what one of them has said is no table of boxes. `names` has a worker that said each, for messages.
+    What a reader has said that is no table of boxes makes no cuts: nobody else is to suffer for that.
+    """
+    tables = [decoded(each, names.get(each, "the replica that publishes")) for each in publisher]
+    cutting = Cutting()
+    for table in tables:
+        cutting.add_publisher(table)
+    check_coverage(tables, who="the replica that publishes")
+    for each in sorted(set(others) - set(publisher)):
+        try:
+            cutting.add_other(decode_table(each))
+        except UsageError as error:
+            _log.warning("the boxes of %s are left out of account: %s", names.get(each, "a reader"), error)
+    grid = cutting.grid()
+    if len(grid.cuts) > MAX_CUTS:
+        _log.warning("all readers are left out of account: of %d cuts, %d are the limit", len(grid.cuts), MAX_CUTS)
+        return grid_of(tables)
+    return grid
+
+
+def decoded(boxes: bytes, who: str) -> BoxTable:
+    """As `decode_table`, with who said them in the error."""
+    try:
+        return decode_table(boxes)
+    except UsageError as error:
+        raise UsageError(f"the boxes of {who}: {error}") from error
+
+
+def tiled_version(registration: Registration, grid: Grid, chunk_bytes: int, *, metadata: bytes = b"") -> TiledVersion:
+    """What is registered now. Blocks; nobody may write to the tensors meanwhile.
+
+    Raises `UsageError` naming tensors whose memory was freed.
+    """
+    tiles = tiles_of(_table(registration), grid)
+    return TiledVersion(
+        publish_cut(registration, tiles, metadata=metadata), tiles, registration.size_bytes, chunk_bytes
+    )
+
+
+def _table(registration: Registration) -> BoxTable:
+    if registration.table is None:
+        raise UsageError("these tensors were registered without boxes")
+    return registration.table
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+class Offer:
+    """What one source has shown of itself. Looked at once, in a thread."""
+
+    def __init__(self, name: str, root: Digest, shown: bytes) -> None:
+        self.name = name
+        self._root = root
+        self._shown = shown
+
+    @cached_property
+    def cut(self) -> Cut:
+        """Raises `CorruptTransfer` if it is not what the server named."""
+        try:
+            return decode_cut(self._shown, self._root)
+        except CorruptTransfer as error:
+            raise CorruptTransfer(f"{self.name}: {error}") from error
+
+    @cached_property
+    def source(self) -> Source:
+        return Source(self.name, self.cut.table, self.cut.manifest)
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Others can read all that it has: it is cut as was known when the version was published."""
+        return bool(tiles_of(self.cut.table, self.cut.grid).is_whole.all())
+
+
+def version_from(registration: Registration, offers: Sequence[Offer], chunk_bytes: int) -> TiledVersion:
+    """What the registered tensors will be once they are filled from these sources. Blocks; nothing is written.
+
+    Raises `LayoutMismatch` that names a tensor and what is wrong with it: a part that nobody has, another shape or
+    dtype, memory that two of its boxes share; `VersionConflict` for a part that two sources have with different
+    content; `SourceLost` where others may have what these cannot show.
+    """
+    registration.check_fillable()
+    table, cuts = _table(registration), [offer.cut for offer in offers]
+    grid, digest = cuts[0].grid, cuts[0].manifest.grid
+    for offer, cut in zip(offers, cuts, strict=True):
+        if cut.manifest.grid != digest:
+            raise CorruptTransfer(f"{offer.name} has another grid than {offers[0].name}: they are not of one version")
+    spans = spans_of(table, grid)
+    try:
+        tiles = _wanted(table, grid, spans, offers)
+        manifest = derive_manifest(
+            tiles, [offer.source for offer in offers], layout=layout_digest(table), grid=grid_digest(grid)
+        )
+    except LayoutMismatch as error:
+        partly = [offer.name for offer in offers if not offer.is_whole]
+        if not partly:
+            raise
+        text = f"{', '.join(partly)} registered after that version was published, and can show only parts of some tiles"
+        raise SourceLost(f"{text}: {error}", hint="others who hold it can; or publish the next version") from error
+    return TiledVersion(Cut(table, grid, manifest), tiles, registration.size_bytes, chunk_bytes)
+
+
+def _wanted(table: BoxTable, grid: Grid, spans: Spans, offers: Sequence[Offer]) -> Tiles:
+    """The tiles of a reader. Not made where the grid has far more of them than the sources have digests for."""
+    shown = sum(offer.cut.manifest.tile_count for offer in offers)
+    if spans.tile_count > max(FEW_TILES, COPIES * shown):
+        names = ", ".join(offer.name for offer in offers)
+        raise LayoutMismatch(f"{spans.tile_count} tiles are wanted, and {names} have {shown} of that version")
+    return tiles_of(table, grid, spans)
+
+
+# --- Memory for all of a model, whole: the global tensors that the boxes of a replica are parts of.
+
+
+Place = tuple[int, int]  # of a part that is an alias: its shard, and the first row of the table with the same memory
+
+
+def whole_layout(tables: Sequence[bytes]) -> Layout:
+    """One tensor for each global one, sorted by name, contiguous. `tables`: the encoded boxes of each shard.
+
+    Those that are the same memory on every shard (tied weights) are so here too. Raises `UsageError` naming a tensor
+    that two shards take for two different ones.
+    """
+    found: dict[str, GlobalTensor] = {}
+    shared: dict[str, set[Place]] = {}
+    alone: set[str] = set()
+    for shard, encoded in enumerate(tables):
+        table = decode_table(encoded)
+        for tensor in table.tensors:
+            known = found.setdefault(tensor.name, tensor)
+            if known != tensor:
+                raise UsageError(f"the shards of this version do not agree: {known} and {tensor}")
+        _note_aliases(table, shard, shared, alone)
+    specs, at = [], 0
+    places: dict[tuple[frozenset[Place], GlobalTensor], int] = {}
+    for name, tensor in sorted(found.items()):
+        here = at
+        if name in shared and name not in alone:
+            here = places.setdefault((frozenset(shared[name]), GlobalTensor("", tensor.dtype, tensor.shape)), at)
+        strides = contiguous_strides(tensor.shape)
+        specs.append(TensorSpec(name, tensor.dtype, tensor.shape, strides, here, tensor.size_bytes))
+        at += tensor.size_bytes if here == at else 0
+    if at > MAX_SIZE:
+        raise UsageError(f"the tensors of this version have {at} B")
+    return Layout(tuple(specs), at)
+
+
+def tied(layout: Layout) -> tuple[tuple[str, ...], ...]:
+    """Names of tensors that are the same memory."""
+    groups: dict[tuple[int, str, tuple[int, ...]], list[str]] = {}
+    for spec in layout.tensors:
+        if spec.size_bytes:
+            groups.setdefault((spec.offset_bytes, spec.dtype, spec.shape), []).append(spec.name)
+    return tuple(tuple(names) for names in groups.values() if len(names) > 1)
+
+
+def _note_aliases(table: BoxTable, shard: int, shared: dict[str, set[Place]], alone: set[str]) -> None:
+    """Where those parts of each tensor lie that share memory with others, and which tensors have parts that do not."""
+    if not len(table):
+        return
+    has_others = np.bincount(table.alias_of, minlength=len(table))[table.alias_of] > 1
+    for tensor, first in zip(table.tensor[has_others].tolist(), table.alias_of[has_others].tolist(), strict=True):
+        shared.setdefault(table.tensors[tensor].name, set()).add((shard, first))
+    alone.update(table.tensors[tensor].name for tensor in np.unique(table.tensor[~has_others]).tolist())

@@ -1,0 +1,349 @@
+"""The reference server's machine: who is alive, what exists, who reads from whom, who may change its buffer.
+
+`handle` takes in one message and returns what to send to whom. The server believes what workers report, and remembers
+nothing that they could not tell it again. After a restart it waits until everybody has reported, for one lease at most.
+Until then it says nothing that could contradict what a former life has said.
+
+Rules it keeps:
+- A worker's orders are the whole truth at their number; numbers rise over the lives of the server.
+- A read is open from its grant until its reader says that it is closed, or its reader's lease has ended. The end of a
+  *source's* lease ends nothing.
+- A source is drained when no read from it is open, and nobody was promised what only it has.
+- After a restart nothing is drained, resolved or published while anybody is missing. For one lease no version counts as
+  lost, and no host copy is dropped.
+
+It must never read a clock, touch a socket, or see a weight byte.
+"""
+
+from collections import OrderedDict
+from math import inf
+
+from ..protocol.errors import InvariantViolation
+from ..protocol.messages import Hello, LayoutInfo, Orders, Refusal, Report, ToServer, ToWorker
+from ..protocol.names import WorkerId
+from ..protocol.settings import Settings
+from ..protocol.status import Status
+from . import apply, evidence, sessions
+from . import state as facts
+from .groups import GroupCall, Replica
+from .members import Member, Told
+from .rules import admission, calls, reads, retention
+from .rules.reads import interests_of
+from .rules.sources import wanted_read
+from .snapshot import Steps, server_contradiction, statistics, status_of, status_steps
+from .state import Clock, Numbers, State
+from .versions import Model, Notary
+
+Outbox = list[tuple[str, ToWorker]]
+
+MAX_ROUNDS = 100  # decisions for one worker in one event: a chain of sources that move takes a few
+
+
+class Server:
+    """One life of the reference server. Only `handle`, `disconnected` and `tick` change it.
+
+    `first_number` must be above every number of any former life (wall-clock microseconds will do). `fresh` says that
+    there was no former life, so that there is nothing to wait for. `key` is that of its receipts: the same for all
+    lives of one cluster's server. All times inside are times awake (see `clock`).
+    """
+
+    def __init__(
+        self, settings: Settings, now: float, first_number: int, *, fresh: bool = False, key: bytes = b""
+    ) -> None:
+        notary = Notary(key)
+        self.state = State(
+            settings,
+            Clock(now, started=now),
+            Numbers(first_number, notary),
+            notary,
+            recovered_at=now if fresh else now + settings.lease_s,
+            is_recovering=not fresh,
+        )
+
+    # --- the seam -----------------------------------------------------------------------------------------------------
+
+    def handle(self, message: ToServer, *, sender: str, now: float, arrived: float | None = None) -> Outbox:
+        """Take in one message from the connection `sender`. All that came before `now` has been handled.
+
+        `arrived` is when this message came: after `now`, if it has taken the place of an older one that waited.
+        """
+        reply: ToWorker | None = None
+        reporter: Member | None = None
+        outbox = self.tick(now=now)
+        match message:
+            case Hello():
+                reply = self._take_hello(message, sender)
+            case LayoutInfo():
+                sessions.take_layout(self.state, message)
+            case Report():
+                arrived_at = max(now, arrived or now) - self.state.clock.paused_s
+                reporter = sessions.take(self.state, message, sender, arrived_at)
+                if reporter is None:
+                    reply, reporter = self._take_report(message, sender, arrived_at)
+                elif not self.state.dirty:
+                    return [*outbox, self._say_again(reporter)]
+        if reply is not None:
+            self.state.counters["refusals"] += isinstance(reply, Refusal)
+            outbox.append((sender, reply))
+        return outbox + self._settle(reporter)
+
+    def disconnected(self, sender: str, *, now: float) -> Outbox:
+        """The connection is gone. Its worker may live, but a source that can cut it off need not wait for it."""
+        outbox = self.tick(now=now)
+        sessions.disconnect(self.state, sender)
+        return outbox + self._settle()
+
+    def tick(self, *, now: float) -> Outbox:
+        """Time has passed (see `next_deadline`)."""
+        self._advance_clock(now)
+        state = self.state
+        if state.members.next_time() <= state.now:
+            ended, woken = state.members.due(state.now)
+            for member in ended:
+                sessions.end(state, member, "died (its lease ended)")
+            for member in woken:
+                state.mark_dirty(member.worker)
+        if state.now >= state.forget_at:
+            sessions.forget_models(state)
+        if state.is_recovering and state.now >= state.recovered_at:
+            sessions.end_recovery(state)
+        return self._settle() if state.dirty else []
+
+    def next_deadline(self) -> float:
+        """When to call `tick` if nothing is heard before."""
+        return self.state.clock.paused_s + self._due()
+
+    def _due(self) -> float:
+        """The same in the time awake."""
+        state = self.state
+        if not len(state.members) and not state.is_recovering:
+            return inf  # nobody's time is running
+        soon = state.now + state.settings.report_s
+        return min(soon, state.members.next_time(), state.recovered_at if state.is_recovering else inf)
+
+    def _advance_clock(self, now: float) -> None:
+        state, clock = self.state, self.state.clock
+        is_pause = clock.advance(now, due=self._due(), report_s=state.settings.report_s)
+        state.now = clock.now
+        if is_pause:
+            state.counters["pauses"] += 1
+
+    @property
+    def is_recovering(self) -> bool:
+        return self.state.is_recovering
+
+    def status(self, *, now: float) -> Status:
+        """What there is, for people; changes nothing but the time."""
+        self._advance_clock(now)
+        return status_of(self.state)
+
+    def status_steps(self, *, now: float) -> Steps:
+        """The same in small steps, between which the server may go on."""
+        self._advance_clock(now)
+        return status_steps(self.state)
+
+    def check_invariants(self) -> None:
+        """Raise `InvariantViolation` if this machine contradicts itself. Looks at every table."""
+        wrong = server_contradiction(self.state)
+        if wrong is not None:
+            raise InvariantViolation(f"the reference server: {wrong}")
+
+    def statistics(self) -> dict[str, int]:
+        return statistics(self.state)
+
+    # --- what comes in ------------------------------------------------------------------------------------------------
+
+    def _take_hello(self, hello: Hello, sender: str) -> Refusal | None:
+        refusal = admission.why_refuse(self.state, hello)
+        if refusal is None:
+            sessions.connect(self.state, hello, sender)
+        return refusal
+
+    def _take_report(self, report: Report, sender: str, arrived: float) -> tuple[ToWorker | None, Member | None]:
+        """(a reply that says all there is to say, the member that is to be answered)."""
+        state = self.state
+        hello = state.hellos.get(sender)
+        if hello is None:
+            return Refusal("refused", "a report before any hello", "is this a TensorHub worker?"), None
+        sessions.count(state, report)
+        odd = admission.why_odd(state, hello, report)
+        if odd is not None:
+            state.counters["odd_numbers"] += 1
+            return odd, None
+        member = state.members.get(state.speakers[sender])
+        if member is not None and member.hello.life != hello.life:
+            return admission.taken(state, member), None
+        if member is None:
+            for newcomer in admission.giving_way(state, hello, report):
+                sessions.end(state, newcomer, "gave way to who had lived before")
+            refusal = admission.why_refuse(state, hello, report)
+            if refusal is None and sender in state.spent:
+                model = state.models.get(hello.model)
+                if model is not None and report.leaving:  # it has left, and did not hear that
+                    gone = Member(hello, sender, report.session, state.now, report=report)
+                    return self._orders(model, gone, Told(ceiling=state.numbers.ceiling)), None
+                refusal = admission.spent(hello)
+            if refusal is not None:
+                return refusal, None
+            member = sessions.begin(state, hello, sender, report)
+        if report.number <= member.report.number:
+            return None, None  # late or repeated
+        is_progress = sessions.is_progress(report, member.report) and not calls.is_asked(state.place(member)[1], member)
+        state.happened += not (is_progress or sessions.is_same(report, member.report))
+        sessions.take_report(state, member, report, arrived)
+        if not is_progress:
+            state.to_advance[member.worker.model, member.worker.replica] = None
+        if report.leaving:
+            model = state.models[hello.model]
+            sessions.end(state, member, "left")
+            return self._orders(model, member, Told(ceiling=state.numbers.ceiling)), None
+        return None, member
+
+    # --- what follows -------------------------------------------------------------------------------------------------
+
+    def _settle(self, reporter: Member | None = None) -> Outbox:
+        """Decide for the reporter and everybody who is dirty until nothing changes any more, then say what is new.
+
+        Rules that contradict each other would go on for ever: a worker that was decided for `MAX_ROUNDS` times waits
+        for the next event.
+        """
+        state = self.state
+        if not state.dirty and reporter is None:
+            return []
+        state.happened += bool(state.dirty)
+        decided: dict[WorkerId, bool] = {}
+        rounds: dict[WorkerId, int] = {}
+        unsettled: OrderedDict[WorkerId, bool] = OrderedDict()
+        apply.note_changed_versions(state)
+        if reporter is not None:
+            if state.to_advance.pop((reporter.worker.model, reporter.worker.replica), 0) is None:
+                self._advance(*state.place(reporter))
+            state.mark_answered(reporter.worker)
+        while state.dirty or apply.note_changed_versions(state):
+            worker, must_answer = state.dirty.popitem(last=False)
+            rounds[worker] = rounds.get(worker, 0) + 1
+            if rounds[worker] > MAX_ROUNDS:
+                unsettled[worker] = must_answer
+                continue
+            member = state.members.get(worker)
+            if member is not None:
+                decided[worker] = decided.get(worker, False) or must_answer
+                self._decide(member)
+        state.dirty, goes_round = unsettled, bool(unsettled)
+        state.counters["unsettled"] += len(unsettled)
+        state.happened += len(decided) > 1
+        outbox: Outbox = []
+        for worker, must_answer in decided.items():
+            member = state.members.get(worker)
+            if member is not None:
+                outbox += self._say(member, must_answer)
+        if state.dirty and not goes_round:  # somebody was told to let something go
+            outbox += self._settle()
+        state.to_advance.clear()
+        return outbox
+
+    def _decide(self, member: Member) -> None:
+        state = self.state
+        model, replica = state.place(member)
+        if member.worker in model.roll.unwitnessed:
+            apply.carry_out(state, admission.seek_witness(state, model, member))
+        if state.to_advance and state.to_advance.pop((model.name, replica.name), 0) is None:
+            self._advance(model, replica)
+        is_here = facts.is_here(state, member)
+        wanted = wanted_read(state, model, replica, member) if is_here else None
+        if is_here:
+            apply.carry_out(state, reads.decide_read(state, model, member, wanted))
+        model.watches.watch(member.worker, interests_of(state, model, replica, member, wanted))
+        apply.offer_keeper(state, model, member)
+        member.settled_at = state.happened
+
+    def _advance(self, model: Model, replica: Replica) -> None:
+        """Take the replica's call as far as the facts allow. All its members hear of it if that is far."""
+        state, call = self.state, replica.call
+        if call is None:
+            return
+        before = _progress(call)
+        apply.carry_out(state, calls.advance(state, model, replica, call))
+        if call.is_over:
+            replica.ended = max(replica.ended, call.number)
+            apply.release(state, model, call, replica)
+        if call.verb in facts.FILLS and replica.note_progress(call):
+            evidence.judge_withdrawals(state, model, replica)
+        if before != _progress(call):
+            state.mark_callers_dirty(replica)
+            if call.error is not None:
+                for worker in replica.members.values():
+                    state.mark_readers_dirty(worker)  # what it fills goes on no more
+
+    # --- what goes out ------------------------------------------------------------------------------------------------
+
+    def _say(self, member: Member, must_answer: bool) -> Outbox:
+        state = self.state
+        model, replica = state.place(member)
+        reported = member.report.call
+        needless = retention.copies_to_let_go(state, model, replica, member)
+        apply.let_go(state, model, member, needless)  # that makes room, for which it may wait
+        drained = reads.drained_version(state, model, member)
+        apply.note_drained(state, member, drained)  # what it keeps no more, it may have to fetch
+        copies = retention.host_copy_orders(state, model, replica, member)
+        release = retention.copies_to_release(state, model, member)
+        current = state.reads.current.get(member.worker)
+        is_whole = admission.is_whole(state, model, replica)
+        told = Told(
+            position=replica.ended if is_whole else None,
+            answer=replica.answer(member.shard, reported, is_whole=is_whole) if reported is not None else None,
+            grant=current.grant if current is not None and current.part is None else None,
+            across=tuple(read.grant for read in state.reads.parts.get(member.worker, {}).values()),
+            drained=drained.version,
+            offload=copies.offload,
+            fetch=copies.fetch,
+            release=release,
+            receipts=evidence.owed(state, model, member),
+            ceiling=state.numbers.ceiling,
+            conflict=member.conflict,
+            witness=admission.is_asked(model, member) or calls.is_asked(replica, member),
+        )
+        if not must_answer and told == member.told:
+            return []
+        member.told = told
+        return [(member.sender, self._orders(model, member, told))]
+
+    def _say_again(self, member: Member) -> tuple[str, ToWorker]:
+        """What it was told last."""
+        assert member.told is not None
+        return member.sender, self._orders(self.state.models[member.hello.model], member, member.told)
+
+    def _orders(self, model: Model, member: Member, told: Told) -> Orders:
+        state = self.state
+        if member.report_s != state.report_s:
+            member.note_pace(state.report_s, state.settings)
+        roster = sessions.roster_for(state, model, member)  # its number is below that of the orders
+        return Orders(
+            number=state.next_number(),
+            session=member.session,
+            acknowledged=member.report.number,
+            lease_s=state.settings.lease_s,
+            trust_s=state.settings.trust_s,
+            report_s=member.report_s,
+            position=told.position,
+            answer=told.answer,
+            grant=told.grant,
+            drained=told.drained,
+            newest=model.newest,
+            offload=told.offload,
+            fetch=told.fetch,
+            release=told.release,
+            newest_receipt=state.notary.newest(model.name, model.newest) if model.newest is not None else "",
+            receipts=told.receipts,
+            ceiling=told.ceiling,
+            ceiling_receipt=state.numbers.receipt,
+            conflict=told.conflict,
+            roster=roster,
+            witness=told.witness,
+            across=told.across,
+        )
+
+
+def _progress(call: GroupCall) -> tuple[object, ...]:
+    """How far it has come: what all its callers should hear at once. What exactly is missing they hear in time."""
+    return call.is_over, call.version, call.waiting.code if call.waiting is not None else ""

@@ -1,0 +1,885 @@
+"""Workers as the server knows them: their sessions, what each holds, and the reads that are open."""
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from math import inf
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from ..protocol.messages import (
+    Answer,
+    Buffer,
+    Empty,
+    Filling,
+    Grant,
+    Hello,
+    Holding,
+    HostCopy,
+    Report,
+    Roster,
+    Vacated,
+    Withdrawing,
+)
+from ..protocol.names import Digest, ModelName, Number, Shard, Ticket, Version, WorkerId, is_boxed
+from ..protocol.settings import Settings
+
+# --- What workers have in common: the *line* of a worker says how its shard is cut; a *cut* is the lines of one
+# replica.
+#
+# All workers of one line have the same bytes of a version, chunk by chunk, and read from each other. A layout with
+# boxes
+# says itself what it is of; without them a shard is known by its number among so many. A version may be had in several
+# cuts: it is there as long as somebody has each line of one of them.
+
+
+class Line(NamedTuple):
+    """One shard of so many, cut in one way. `layout` is that of a shard with boxes, and empty for any other."""
+
+    shards: int
+    shard: Shard
+    layout: Digest = Digest("")
+
+    def of(self, layout: Digest) -> "Line":
+        """The line of the same shard, laid out like that."""
+        own = layout if is_boxed(layout) else Digest("")
+        return self if own == self.layout else Line(self.shards, self.shard, own)
+
+    @property
+    def is_boxed(self) -> bool:
+        """Its content can be read out of other cuts, and into them."""
+        return bool(self.layout)
+
+
+Cut = tuple[Line, ...]  # the lines of one replica, by shard
+Place = tuple[Version, Line]
+
+
+def plain_cut(shards: int) -> Cut:
+    """A replica of so many shards without boxes."""
+    return tuple(Line(shards, Shard(shard)) for shard in range(shards))
+
+
+# --- How a read goes, as its reader reports it: whether anything arrives at all, and how fast.
+#
+# A read moves on with each chunk, and with each sixteenth of one that has arrived. So a slow link with large chunks
+# does
+# not look like a source that sends nothing, or next to nothing. The rate is that of the last few seconds.
+
+
+Tier = tuple[bool, bool]  # how far a read comes: (from another site, from another host)
+
+PARTS = 16  # of a chunk: less than one of them counts as nothing
+LEAST_PART_BYTES = 1 << 12  # of what has no chunks yet: a handshake, a manifest
+
+
+@dataclass
+class Pace:
+    """The pace of one read. It is unknown until the reader has reported twice."""
+
+    moved_at: float = -inf  # when it last moved on, or began
+    told_at: float = -inf  # when its reader last reported
+    waited_at: float = -inf  # when its source last had nothing more for it
+    done: int = 0
+    arrived_bytes: int = 0
+    rate: float | None = None  # bytes/s over the last few seconds; None: not known yet
+    unsure: float = 0.0  # how much higher it may be, where only whole chunks are seen
+    is_stuck: bool = False  # too slow, and no other source would help: those who read behind it need not wait
+    _part_bytes: int = 0  # that had come when it last moved on
+    _first: int | None = None  # chunks in place when it began
+    _marks: deque[tuple[float, int]] = field(default_factory=deque)
+
+    def rest(self, now: float) -> None:
+        """It can bring nothing now, or its reader could not report: what came before is no measure."""
+        self.moved_at = self.told_at = now
+        self.rate, self._part_bytes = None, self.arrived_bytes
+        self._marks.clear()
+
+    def wait(self, now: float) -> None:
+        """Its source has nothing more for it now, which does not count as standing still."""
+        self.moved_at = self.waited_at = now
+
+    def note(self, now: float, *, arrived_bytes: int, done: int, chunk_bytes: int, over_s: float) -> None:
+        """What its reader has just reported. The rate is taken over `over_s`; `chunk_bytes` is 0 while unknown."""
+        self._first = done if self._first is None else self._first
+        quantum_bytes = 0 if arrived_bytes else chunk_bytes
+        arrived_bytes = arrived_bytes or (done - self._first) * chunk_bytes
+        is_other = arrived_bytes < self.arrived_bytes or done < self.done  # another transport, another fill
+        self.arrived_bytes = arrived_bytes
+        if is_other or not self._marks or self.told_at < now - over_s:
+            self.rest(now)  # it began at some time after its reader's report before: nobody is blamed for that
+        part_bytes = max(LEAST_PART_BYTES if not chunk_bytes else 1, chunk_bytes // PARTS)
+        if done > self.done or arrived_bytes >= self._part_bytes + part_bytes:
+            self.moved_at, self._part_bytes = now, arrived_bytes
+        self.done, self.told_at = done, now
+        marks = self._marks
+        marks.append((now, arrived_bytes))
+        while len(marks) > 2 and marks[1][0] <= now - over_s:
+            marks.popleft()
+        took_s = now - marks[0][0]
+        if took_s >= over_s:
+            self.rate = (arrived_bytes - marks[0][1]) / took_s
+            self.unsure = quantum_bytes / took_s
+
+    def is_still(self, now: float, patience_s: float) -> bool:
+        """It has not moved on for that long, and its reader has said so since."""
+        return now - self.moved_at >= patience_s and self.told_at - self.moved_at >= patience_s / 2
+
+
+@dataclass
+class Capacity:
+    """The most that a source has brought to all its readers together, of late."""
+
+    best: float = 0.0
+    at: float = 0.0
+
+    def note(self, now: float, total: float, memory_s: float) -> None:
+        if total >= self.best or now - self.at > memory_s:
+            self.best, self.at = total, now
+
+    def forget(self, now: float) -> None:
+        """It was tried in vain."""
+        self.best, self.at = 0.0, now
+
+
+def is_too_slow(pace: Pace, others: float, times: float) -> bool:
+    """So far below the others that sharing a link does not explain it."""
+    return pace.rate is not None and (pace.rate + pace.unsure) * times < others
+
+
+def usual(rates: list[float]) -> float | None:
+    """What most get, the better half of two."""
+    return sorted(rates)[len(rates) // 2] if rates else None
+
+
+# --- A *set*: models whose versions belong together by number, such as the target and the draft of speculative
+# decoding.
+#
+# A worker names the others of its set, its model's *companions*, when it joins. A version of the set is a number that
+# each of its models has. The server knows a set for as long as one of its workers lives.
+
+
+Names = tuple[ModelName, ...]
+
+
+class Companions:
+    """Of one model: which sets its living workers are of."""
+
+    def __init__(self) -> None:
+        self._by: dict[Names, dict[WorkerId, None]] = {}
+
+    def join(self, worker: WorkerId, names: Names) -> bool:
+        """The worker is of the set with these models. Returns whether it is the first one."""
+        if not names:
+            return False
+        workers = self._by.setdefault(names, {})
+        workers[worker] = None
+        return len(workers) == 1
+
+    def leave(self, worker: WorkerId, names: Names) -> bool:
+        """It does not live any more, or is of another set now. Returns whether it was the last one."""
+        workers = self._by.get(names)
+        if workers is None or worker not in workers:
+            return False
+        del workers[worker]
+        if not workers:
+            del self._by[names]
+        return not workers
+
+    @property
+    def sets(self) -> tuple[Names, ...]:
+        """The other models of each set, each set once."""
+        return tuple(self._by)
+
+    @property
+    def names(self) -> Names:
+        """All of these models."""
+        return tuple(dict.fromkeys(name for names in self._by for name in names))
+
+
+# --- What a worker has: its buffer and its host copies, as far as the server believes it.
+
+
+WHOLE = (Holding, Withdrawing, Vacated)  # buffers that have all of a version
+
+
+@dataclass(slots=True)
+class Content:
+    """What a worker has, as far as the server believes it. What differs from its version counts as poisoned."""
+
+    buffer: Buffer
+    copies: tuple[HostCopy, ...]
+    line: Line  # of the tensors that are registered now
+    held: Version | None = field(init=False)  # the version all of which is in the buffer
+    staying: Place | None = field(init=False)  # the same, by line, unless it wants to take that back
+    kept: tuple[Version, ...] = field(init=False)  # whole, in the buffer or in a copy, and not to be taken back
+    versions: dict[Version, bool] = field(init=False)  # of which it has anything, and whether that is all of it
+    places: dict[Place, bool] = field(init=False)  # the same by line: a copy may be of tensors registered before
+
+    def __post_init__(self) -> None:
+        self.held = self.buffer.version if isinstance(self.buffer, WHOLE) else None
+        self.staying = (self.buffer.version, self.line) if isinstance(self.buffer, Holding) else None
+        copied = tuple(copy.version for copy in self.copies if copy.whole and not copy.leaving)
+        self.kept = copied if self.staying is None else (self.staying[0], *copied)
+        self.places = _places_in(self.buffer, self.copies, self.line)
+        self.versions = {}
+        for (version, _), is_whole in self.places.items():
+            self.versions[version] = is_whole or self.versions.get(version, False)
+
+    def line_of(self, version: Version, *, is_copy: bool) -> Line:
+        """The line of what it has of that version in its buffer, or beside it."""
+        layout = next((copy.layout for copy in self.copies if copy.version == version), NO_LAYOUT) if is_copy else ""
+        return self.line.of(Digest(layout)) if layout else self.line
+
+
+@dataclass
+class Staying:
+    """Who has what in its buffer and does not want to take it back: while all leave a version, few of its holders."""
+
+    by_place: dict[Place, dict[WorkerId, None]] = field(default_factory=dict)
+
+    def at(self, version: Version, line: Line) -> dict[WorkerId, None]:
+        """All of them."""
+        return self.by_place.get((version, line), {})
+
+    def has_other(self, worker: WorkerId, place: Place) -> bool:
+        """Somebody else stays with that, whatever this one does."""
+        those = self.by_place.get(place, {})
+        return len(those) > (worker in those)
+
+    def move(self, worker: WorkerId, old: Content, new: Content) -> None:
+        """The worker has something else than before."""
+        before, after = old.staying, new.staying
+        if before == after:
+            return
+        if before is not None:
+            those = self.by_place[before]
+            del those[worker]
+            if not those:
+                del self.by_place[before]
+        if after is not None:
+            self.by_place.setdefault(after, {})[worker] = None
+
+
+def _places_in(buffer: Buffer, copies: tuple[HostCopy, ...], line: Line) -> dict[Place, bool]:
+    found = {(copy.version, line.of(copy.layout) if copy.layout else line): copy.whole for copy in copies}
+    if isinstance(buffer, WHOLE):
+        found[buffer.version, line] = True
+    elif isinstance(buffer, Filling):
+        found.setdefault((buffer.version, line), False)
+    return found
+
+
+def are_other_copies(former: tuple[HostCopy, ...], copies: tuple[HostCopy, ...]) -> bool:
+    """They differ in something that is of concern to others."""
+    return former != copies and [_kind(copy) for copy in former] != [_kind(copy) for copy in copies]
+
+
+def _kind(copy: HostCopy) -> tuple[object, ...]:
+    return copy.number, copy.version, copy.whole, copy.leaving
+
+
+NO_LAYOUT = Digest("")
+NOTHING = Content(Empty(), (), Line(1, Shard(0)))
+
+
+def version_in(buffer: Buffer | None) -> Version | None:
+    """The version that the buffer has, whole or in part."""
+    return buffer.version if isinstance(buffer, (Filling, *WHOLE)) else None
+
+
+# --- Who could make a host copy of a version ahead of need, the best first. One table for each shard of a version.
+
+
+ROOM = 16  # former ranks that may stay
+Rank = tuple[bool, bool, WorkerId]  # smaller is better
+
+
+class Keepers:
+    """Whoever was offered stays until it is found to be unable, or offered with another rank."""
+
+    def __init__(self) -> None:
+        self.chosen: WorkerId | None = None  # who was found to be the best last
+        self._ranks: dict[WorkerId, Rank] = {}
+        self._heap: list[Rank] = []
+
+    def offer(self, rank: Rank) -> bool:
+        """This one may be able to; the worker is the last part of its rank. Returns whether that is news."""
+        worker = rank[-1]
+        if self._ranks.get(worker) == rank:
+            return False
+        self._ranks[worker] = rank
+        heapq.heappush(self._heap, rank)
+        if len(self._heap) > 2 * len(self._ranks) + ROOM:
+            self._heap = sorted(self._ranks.values())  # which is a heap
+        return True
+
+    def withdraw(self, worker: WorkerId) -> bool:
+        """This one is not able to any more. Returns whether it was the chosen one."""
+        self._ranks.pop(worker, None)
+        return self.chosen == worker
+
+    def best(self, is_able: Callable[[WorkerId], bool]) -> WorkerId | None:
+        """The best of those who are able; the others are forgotten on the way."""
+        while self._heap:
+            rank = self._heap[0]
+            worker = rank[-1]
+            is_present = self._ranks.get(worker) == rank
+            if is_present and is_able(worker):
+                return worker
+            heapq.heappop(self._heap)
+            if is_present:
+                del self._ranks[worker]
+        return None
+
+
+# --- Who waits for what: the members of one model for whom a change elsewhere may mean something to do.
+#
+# A member that is decided for says what it waits for from then on, as topics. Whoever changes something of a topic has
+# those decided for again that wait for it, and nobody else.
+
+
+# Something that may change: what it is, and of which version and line. Of the model as a whole where it names none.
+Topic = tuple[str, Version | None, Line | None]
+
+NEWS: Topic = ("news", None, None)  # which versions there are, and which of them are to be kept
+SERVICE: Topic = ("service", None, None)  # whether somebody serves a version that exists
+ARRIVALS: Topic = ("arrivals", None, None)  # whether others still are on their way to a version
+
+
+def loss_of(version: Version) -> Topic:
+    """Whether the version is lost."""
+    return "loss", version, None
+
+
+def sources_of(version: Version, line: Line) -> Topic:
+    """From whom that line of the version may be read."""
+    return "sources", version, line
+
+
+def references_of(version: Version, line: Line) -> Topic:
+    """Who keeps that line of the version, and who is to get it yet."""
+    return "references", version, line
+
+
+class Watches:
+    """The members by topic, and the topics by member. Each call takes as long as what it is given or returns."""
+
+    def __init__(self) -> None:
+        self._of: dict[WorkerId, tuple[Topic, ...]] = {}
+        self._by: dict[Topic, dict[WorkerId, None]] = {}
+
+    def watch(self, worker: WorkerId, topics: tuple[Topic, ...]) -> None:
+        """The member waits for these, and for nothing else."""
+        former = self._of.get(worker, ())
+        if topics == former:
+            return
+        for topic in former:
+            if topic not in topics:
+                waiting = self._by[topic]
+                del waiting[worker]
+                if not waiting:
+                    del self._by[topic]
+        for topic in topics:
+            self._by.setdefault(topic, {})[worker] = None
+        if topics:
+            self._of[worker] = topics
+        else:
+            del self._of[worker]
+
+    def waiting_for(self, topic: Topic) -> list[WorkerId]:
+        """Those who wait for it, the first who came first."""
+        return list(self._by.get(topic, ()))
+
+    def waits_for_more(self, worker: WorkerId, than: str) -> bool:
+        """It waits for something else too than topics of that kind."""
+        return any(topic[0] != than for topic in self._of.get(worker, ()))
+
+    def is_waiting(self, worker: WorkerId) -> bool:
+        """It waits for something."""
+        return worker in self._of
+
+
+# --- Who lives of one model, so that a later life of the server can tell whether anybody is missing.
+#
+# A set of sessions is written as how many they are and the sum of a keyed hash of each: the same for the same set, in
+# whatever order they came and went. A session is *witnessed* when another worker, itself witnessed, is known to know of
+# it. Sessions are numbered as they begin, so the witnessed ones are those up to a watermark. The oldest needs no
+# witness.
+
+
+MODULUS = 2**96  # as long as a receipt
+
+
+@dataclass
+class Tally:
+    """A set of sessions, as how many they are and their sum."""
+
+    count: int = 0
+    total: int = 0
+
+    def add(self, key: int) -> None:
+        self.count, self.total = self.count + 1, (self.total + key) % MODULUS
+
+    def remove(self, key: int) -> None:
+        self.count, self.total = self.count - 1, (self.total - key) % MODULUS
+
+    @property
+    def digest(self) -> str:
+        return f"{self.total:x}"
+
+    def is_that_of(self, roster: Roster) -> bool:
+        return (self.count, self.digest) == (roster.count, roster.digest)
+
+
+@dataclass
+class Roll:
+    """Who lives and who is witnessed; and after a restart, who has answered the roll call."""
+
+    is_over: bool = True  # the roll call: nobody is missing to whom a former life may have promised anything
+    living: Tally = field(default_factory=Tally)
+    roster: Roster | None = None  # of those who live now; None: not made yet
+    upto: Number = Number(0)  # sessions up to this one are witnessed
+    witnessed: dict[WorkerId, Number] = field(default_factory=dict)  # the sessions that live, oldest first
+    unwitnessed: dict[WorkerId, Number] = field(default_factory=dict)
+    shown: Roster | None = None  # the newest of a former life
+    answered: Tally = field(default_factory=Tally)  # who has shown one, by their former sessions
+    unaware: dict[WorkerId, None] = field(
+        default_factory=dict
+    )  # those of them that have not said yet that they heard this life
+    doubted: dict[WorkerId, None] = field(default_factory=dict)  # who has other content than was heard of before
+
+    @property
+    def is_complete(self) -> bool:
+        """Those who have answered are all of the newest roster, and have heard this life."""
+        return self.shown is not None and not self.unaware and self.answered.is_that_of(self.shown)
+
+    def begin(self, worker: WorkerId, session: Number, key: int) -> None:
+        self.living.add(key)
+        self.unwitnessed[worker], self.roster = session, None
+
+    def end(self, worker: WorkerId, key: int) -> None:
+        self.living.remove(key)
+        self.roster = None
+        for sessions in (self.witnessed, self.unwitnessed, self.unaware, self.doubted):
+            sessions.pop(worker, None)
+
+    def witness(self, upto: Number) -> list[WorkerId]:
+        """Sessions up to that one are witnessed. Returns those that were not before."""
+        self.upto = max(self.upto, upto)
+        found = []
+        while self.unwitnessed and next(iter(self.unwitnessed.values())) <= self.upto:
+            worker = next(iter(self.unwitnessed))
+            self.witnessed[worker] = self.unwitnessed.pop(worker)
+            found.append(worker)
+        return found
+
+
+# --- The reads that may be going on: every grant from when it is given until its reader says that it is closed.
+#
+# A read that was taken back is *void*. It no longer counts, but it stays open until its reader confirms that it has
+# stopped: its source must not change a buffer that somebody may still be reading.
+
+
+K = TypeVar("K")
+
+
+@dataclass
+class OpenRead:
+    """One grant and whether it still holds."""
+
+    grant: Grant
+    reader: WorkerId
+    line: Line  # of its reader
+    is_void: bool = False
+    looked_at: float = inf  # when it was granted, or a better source was last looked for
+    began_at: float = inf  # when it could bring something
+    had: float = 0.0  # the share of the version that was in place by then
+    pace: Pace = field(default_factory=Pace)
+    instead_of: WorkerId | None = None  # a slow source that was left for its own source
+    must_beat: float = 0.0  # where it gets so much, that one was at fault
+    shares: bool = False  # it maps the host copy of its source: there is nothing to read behind it
+    part: Line | None = None  # of its source, where that is cut in another way: one of several that its reader has
+
+    def __post_init__(self) -> None:
+        self.ticket: Ticket = self.grant.ticket
+        self.source: WorkerId = self.grant.source
+        self.version: Version = self.grant.version
+
+
+class OpenReads:
+    """All open reads, found by reader and by source. Each method takes as long as the reads it returns."""
+
+    def __init__(self) -> None:
+        self.current: dict[WorkerId, OpenRead] = {}  # by reader: the one read that it may go on with, which is not void
+        self.parts: dict[WorkerId, dict[Line, OpenRead]] = {}  # of a read across, by reader; `current` is one of them
+        self._of_reader: dict[WorkerId, dict[Ticket, OpenRead]] = {}
+        # by reader and ticket: a worker that lies may repeat a ticket number
+        self._from_source: dict[WorkerId, dict[tuple[WorkerId, Ticket], OpenRead]] = {}
+
+    def add(self, read: OpenRead) -> None:
+        self._of_reader.setdefault(read.reader, {})[read.ticket] = read
+        self._from_source.setdefault(read.source, {})[read.reader, read.ticket] = read
+        if read.is_void:
+            return
+        if read.part is None:
+            self.current[read.reader] = read
+        else:
+            self.parts.setdefault(read.reader, {})[read.part] = read
+            self.current.setdefault(read.reader, read)
+
+    def take_back(self, read: OpenRead) -> None:
+        """It is void from now on."""
+        read.is_void = True
+        self._goes_on_without(read)
+
+    def _goes_on_without(self, read: OpenRead) -> None:
+        """Its reader may not go on with it: with its other parts, if it has any."""
+        parts = self.parts.get(read.reader, {})
+        if read.part is not None and parts.get(read.part) is read:
+            del parts[read.part]
+            if not parts:
+                del self.parts[read.reader]
+        if self.current.get(read.reader) is read:
+            del self.current[read.reader]
+            if parts:
+                self.current[read.reader] = next(iter(parts.values()))
+
+    def going_on(self, reader: WorkerId) -> list[OpenRead]:
+        """What it may go on with: one read, or the parts of one."""
+        current = self.current.get(reader)
+        if current is None or current.part is None:
+            return [] if current is None else [current]
+        return list(self.parts[reader].values())
+
+    def of(self, reader: WorkerId) -> list[OpenRead]:
+        return list(self._of_reader.get(reader, {}).values())
+
+    def from_source(self, source: WorkerId) -> list[OpenRead]:
+        return list(self._from_source.get(source, {}).values())
+
+    def from_buffer(self, source: WorkerId, version: Version) -> list[OpenRead]:
+        """Those that read that version from its buffer, which may not change meanwhile."""
+        reads = self._from_source.get(source, {}).values()
+        return [read for read in reads if not read.grant.from_host and read.version == version]
+
+    def from_copy(self, source: WorkerId, version: Version) -> list[OpenRead]:
+        """Those of its host copy of that version."""
+        reads = self._from_source.get(source, {}).values()
+        return [read for read in reads if read.grant.from_host and read.version == version]
+
+    def load(self, source: WorkerId) -> int:
+        """How many reads are open on it."""
+        return len(self._from_source.get(source, {}))
+
+    def close(self, reader: WorkerId, upto: Ticket | None, beside: Collection[Ticket] = ()) -> list[OpenRead]:
+        """The reader's reads up to that ticket (None: all of them) are over, and those. Returns them."""
+        if reader not in self._of_reader:
+            return []
+        over = [read for read in self.of(reader) if upto is None or read.ticket <= upto or read.ticket in beside]
+        for read in over:
+            self._goes_on_without(read)
+            _forget(self._of_reader, reader, read.ticket)
+            _forget(self._from_source, read.source, (reader, read.ticket))
+        return over
+
+    def readers_behind(self, worker: WorkerId, version: Version) -> dict[WorkerId, None]:
+        """The worker itself, those who read the version from it, those who read it from them, and so on."""
+        found: dict[WorkerId, None] = {worker: None}
+        queue = [worker]
+        while queue:
+            for read in self._from_source.get(queue.pop(), {}).values():
+                if read.version == version and read.reader not in found:
+                    found[read.reader] = None
+                    queue.append(read.reader)
+        return found
+
+    def chain(self, reader: WorkerId) -> list[WorkerId]:
+        """The source of the reader, the source of that one for the same version, and so on; each of them once."""
+        found: list[WorkerId] = []
+        read = self.current.get(reader)
+        version = read.version if read is not None else None
+        while read is not None and read.version == version and read.source not in found:
+            found.append(read.source)
+            read = self.current.get(read.source)
+        return found
+
+    def all(self) -> list[OpenRead]:
+        return [read for reads in self._of_reader.values() for read in reads.values()]
+
+
+def _forget(table: dict[WorkerId, dict[K, OpenRead]], key: WorkerId, name: K) -> None:
+    reads = table[key]
+    del reads[name]
+    if not reads:
+        del table[key]
+
+
+# --- Who is alive: one `Member` for each session, and when each lease ends.
+#
+# A session is one life of a worker as the server knows it. It begins with the first report of that life, and ends when
+# no report came for a lease, or when the worker says that it leaves. A broken connection is not a death.
+
+
+TRIES_A_TURN = 3  # reads that fail, without a chunk between them, and it is another one's turn
+
+
+@dataclass
+class Avoided:
+    """A source that failed this reader: when it may be tried again."""
+
+    until: float
+    times: int = 1
+
+    @property
+    def is_for_good(self) -> bool:
+        """It is not tried again by this call.
+
+        It brought wrong bytes, and not for the first time: to this reader, or lately to another one. Or it has another
+        layout, of which it cannot show all the tiles that this reader wants.
+        """
+        return self.until == inf
+
+
+@dataclass
+class Crossing:
+    """A read across: out of which cut, and which of its lines have brought all that was wanted of them."""
+
+    version: Version
+    to_host: bool
+    cut: Cut
+    done: dict[Line, None] = field(default_factory=dict)
+
+
+class Told(msgspec.Struct, frozen=True):
+    """What a member is told that may be news to it."""
+
+    position: int | None = None
+    answer: Answer | None = None
+    grant: Grant | None = None
+    drained: Version | None = None
+    offload: Version | None = None
+    fetch: Version | None = None
+    release: tuple[int, ...] = ()
+    receipts: dict[int, str] = {}
+    ceiling: Number = Number(0)
+    conflict: Digest = Digest("")
+    witness: bool = False
+    across: tuple[Grant, ...] = ()
+
+
+@dataclass
+class Member:
+    """One session."""
+
+    hello: Hello
+    sender: str
+    session: Number
+    lease_end: float
+    silent_at: float = inf  # when it will not have been heard for more than two reports
+    report: Report = field(default_factory=lambda: Report(number=0))  # as it came: nobody changes it
+    content: Content = field(default_factory=lambda: NOTHING)  # what it has of that, as far as the server believes it
+    is_connected: bool = True
+    former_session: Number = Number(0)  # before this one: of a server before this one, perhaps
+    former_seen: Number = Number(0)  # the highest number that it had heard by then
+    is_stranger: bool = False  # and it was not on the roll of those who lived when that one died
+    asked: Number = Number(0)  # it was asked to say that it knows who lives, up to that session
+    asked_since: float = inf  # and since when somebody has waited for that
+    awaited_by: dict[WorkerId, None] = field(
+        default_factory=dict
+    )  # workers to decide for again when it has heard of its session
+    avoided: dict[WorkerId, Avoided] = field(default_factory=dict)
+    failures: int = 0  # of reads, in the present call, since one of them brought a chunk
+    chunks: int = 0  # that it had in place at the last of them
+    call_number: int = 0  # the call that `avoided`, `failures` and `chunks` are about
+    in_vain: int = 0  # reads that failed since a chunk came, whatever the call
+    left: dict[WorkerId, float] = field(
+        default_factory=dict
+    )  # sources that were too slow, and until when to leave them alone
+    slow_until: float = -inf  # as a source: a reader has left it because it was too slow
+    paced: Version | None = None  # the version that these three are about
+    best: dict[tuple[bool, bool], float] = field(default_factory=dict)  # the highest rate that it got, by distance
+    moves: int = 0  # away from sources that were too slow
+    may_move_at: float = -inf  # again
+    gives_way_to: WorkerId | None = None  # who left it for its own source
+    alone_until: float = -inf  # it could not map what another worker of its host has: it fetches its own copies
+    capacity: Capacity = field(default_factory=Capacity)  # as a source
+    is_doubted: bool = False  # somebody failed to read from it, and it has not been heard since
+    crossing: Crossing | None = None  # of the read across that it was granted last
+    told: Told | None = None  # what it was told last, as far as that may be news
+    settled_at: int = -1  # how often something had happened when it was last decided for
+    report_s: float = 0.0  # how often it was last told to report
+    is_drained: bool = False  # was told that nobody reads from its buffer any more, so nobody may begin to
+    releasing: dict[int, None] = field(default_factory=dict)  # host copies, by number, that are to go: no more sources
+    closing_since: float = inf
+    conflict: Digest = Digest("")  # the root of what it holds that is not what its version is
+    rested_at: float = inf  # when the version that it has published has lain there for so long that readers may be slow
+    wakes_at: float = inf  # when to look at it again although nothing was heard
+    queued_at: float = inf  # its one valid place in the queue of times
+
+    def __post_init__(self) -> None:
+        self.worker: WorkerId = self.hello.worker
+        self.shard: Shard = self.hello.shard
+        self.line = Line(self.hello.shards, self.shard)  # of the tensors that it has registered
+
+    @property
+    def has_lived_before(self) -> bool:
+        return self.former_session > 0
+
+    def note_heard(self, at: float, settings: Settings) -> None:
+        """It was heard at that time: its lease begins anew."""
+        self.lease_end = at + settings.lease_s
+        self.note_pace(self.report_s, settings)
+
+    def note_pace(self, report_s: float, settings: Settings) -> None:
+        """It is told to report so often."""
+        self.report_s = report_s
+        self.silent_at = self.lease_end - settings.lease_s + 2 * max(settings.report_s, report_s)
+
+    @property
+    def turns_lost(self) -> int:
+        """How often it was to read for others too, and nothing came: those with fewer come first."""
+        return self.in_vain // TRIES_A_TURN
+
+    @property
+    def is_full(self) -> bool:
+        """It has all of some version in its buffer."""
+        return self.content.held is not None
+
+    @property
+    def is_let_go(self) -> bool:
+        """It was told, by this server or one before it, that nobody reads from its buffer any more."""
+        return self.is_drained or self.report.stops
+
+    def fits(self, layout: Digest | None) -> bool:
+        """Its registered tensors are laid out like that, as far as is known."""
+        return bool(self.report.layout) and layout in (None, self.report.layout)
+
+    def holds(self, version: Version) -> bool:
+        """All of the version is in its buffer."""
+        return self.content.held == version
+
+    def holds_on(self, version: Version) -> bool:
+        """All of the version is in its buffer, and it does not want to take it back."""
+        return self.content.staying is not None and self.content.held == version
+
+    def stays(self, version: Version) -> bool:
+        """The same, and it does not want to leave either."""
+        return self.holds_on(version) and not self.report.closing
+
+    def stands_by(self, version: Version) -> bool:
+        """All of the version is in its buffer, and it was not told that it may give that up."""
+        buffer = self.content.buffer
+        is_kept = isinstance(buffer, Holding) or (isinstance(buffer, Withdrawing) and not self.is_let_go)
+        return is_kept and self.holds(version)
+
+    def keeps(self, version: Version) -> bool:
+        """It has all of the version, gives it up only when it is told that it may, and does not want to leave."""
+        return not self.report.closing and self.has_until_told(version)
+
+    def has_until_told(self, version: Version) -> bool:
+        """It has all of the version, and gives it up only when it is told that it may.
+
+        What it was once told that it may give up does not count, though it holds that again if its call should fail.
+        """
+        return self.stands_by(version) or self.has_whole_copy(version)
+
+    def copy(self, version: Version) -> HostCopy | None:
+        """Its host copy of the version, whole or not, unless that is about to go."""
+        for copy in self.content.copies:
+            if copy.version == version and not copy.leaving and copy.number not in self.releasing:
+                return copy
+        return None
+
+    def keeps_copy(self, version: Version) -> bool:
+        """It has a host copy of the version that it was not told to drop, though it may be asking to."""
+        return any(copy.version == version and copy.number not in self.releasing for copy in self.content.copies)
+
+    def loses_copy(self, version: Version) -> bool:
+        """It has a host copy of the version that is about to go."""
+        return self.copy(version) is None and any(copy.version == version for copy in self.content.copies)
+
+    def has_whole_copy(self, version: Version) -> bool:
+        copy = self.copy(version)
+        return copy is not None and copy.whole
+
+    def fills_itself(self, version: Version) -> bool:
+        """It has a whole host copy of the version, from which it fills its buffer."""
+        copy = self.copy(version)
+        return copy is not None and copy.whole and not copy.unfit
+
+    def gives_up(self, copy: HostCopy) -> bool:
+        """That host copy of its own is to go, whatever anybody else would do with it."""
+        return copy.leaving and (not copy.whole or self.report.closing)
+
+    def filled(self, version: Version, *, to_host: bool) -> tuple[int, int, bool]:
+        """Of its buffer or host copy: (chunks in place, chunks in all, whether it is filled with that version)."""
+        place = self.copy(version) if to_host else self.content.buffer
+        if isinstance(place, (HostCopy, Filling)) and place.version == version:
+            return place.done, place.chunks, True
+        return 0, 0, False
+
+    @property
+    def chunks_in_place(self) -> int:
+        """Chunks in place of all that it is filling now."""
+        copies = sum(copy.done for copy in self.content.copies if not copy.leaving)
+        return copies + (self.content.buffer.done if isinstance(self.content.buffer, Filling) else 0)
+
+    def done(self, *, from_host: bool, version: Version) -> int:
+        """Chunks in place of a version that its buffer or host copy is being filled with."""
+        if from_host:
+            copy = self.copy(version)
+            return copy.done if copy is not None else 0
+        buffer = self.content.buffer
+        return buffer.done if isinstance(buffer, Filling) and buffer.version == version else 0
+
+
+class Members(dict[WorkerId, Member]):
+    """The sessions, by worker, and a queue of the times at which one of them needs to be looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._times: list[tuple[float, WorkerId]] = []
+
+    def all(self) -> list[Member]:
+        return list(self.values())
+
+    def add(self, member: Member) -> None:
+        self[member.worker] = member
+        self._queue(member)
+
+    def wake(self, member: Member, at: float) -> None:
+        """Look at this member again at that time."""
+        if at < member.wakes_at:
+            member.wakes_at = at
+            self._queue(member)
+
+    def _queue(self, member: Member) -> None:
+        at = min(member.lease_end, member.wakes_at)
+        if at < member.queued_at:
+            member.queued_at = at
+            heapq.heappush(self._times, (at, member.worker))
+
+    def next_time(self) -> float:
+        return self._times[0][0] if self._times else inf
+
+    def due(self, now: float) -> tuple[list[Member], list[Member]]:
+        """(whose lease has ended, who is to be looked at). Cheap while leases are renewed: one step a lease."""
+        ended: list[Member] = []
+        woken: list[Member] = []
+        while self._times and self._times[0][0] <= now:
+            at, worker = heapq.heappop(self._times)
+            member = self.get(worker)
+            if member is None or member.queued_at != at:
+                continue  # of a former session, or it was queued for an earlier time since
+            member.queued_at = inf
+            if member.lease_end <= now:
+                ended.append(member)
+                continue
+            if member.wakes_at <= now:
+                member.wakes_at = inf
+                woken.append(member)
+            self._queue(member)
+        return ended, woken

@@ -1,0 +1,762 @@
+"""Rules: how a group call is resolved to a version, what it waits for, and when it ends."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from math import ceil, inf
+
+from ...protocol.messages import (
+    PREFETCHED,
+    Empty,
+    Failure,
+    Filling,
+    Holding,
+    Poisoned,
+    Spec,
+    TicketFailure,
+    Vacated,
+    Withdrawing,
+)
+from ...protocol.names import ModelName, ReplicaName, Shard, Version, WorkerId
+from ...protocol.status import HeldView
+from .. import state as facts
+from ..decisions import AcceptPublish, Admit, Decision, Fail, Finish, LookAgain, Promise, Resolve, Wait
+from ..groups import GroupCall, Replica, some_shards
+from ..members import Line, Member, Names, version_in
+from ..state import State
+from ..versions import Model, VersionRecord
+from . import admission, layouts, retention, selection
+from . import reads as across
+
+# --- Which version a call means by now. An update never goes back: not behind what is held, nor what was held before.
+#
+# What was held before counts where a call is made once more: the version that it was to bring was lost after a part
+# of it
+# had been written over the former one. Its caller still waits in one and the same call.
+
+
+def meant_by(
+    state: State, model: Model, replica: Replica, call: GroupCall
+) -> tuple[Version, None] | tuple[None, Failure]:
+    """The version, or why there is none now."""
+    held = _held_by_all(state, replica, call)
+    if call.spec == PREFETCHED:
+        version, failure = _prefetched(state, model, replica, held)
+    else:
+        version, failure = model.resolve(call.spec)
+    if call.verb == "update" and held is not None and is_enough(call.spec, held, version):
+        return held, None
+    if version is None:
+        assert failure is not None
+        return None, failure
+    floor = _had_by_all(state, replica, call)
+    if floor is None or version >= floor:
+        return version, None
+    newer = [each for each in model.available() if each >= floor]
+    if newer:
+        return newer[-1], None
+    return None, all_older(model, replica, floor)
+
+
+def all_older(model: Model, replica: Replica, floor: Version) -> Failure:
+    """Why an update finds no version."""
+    text = f"nothing as new as version {floor} of {model.name} is left, which {replica.name} had when it called"
+    hint = 'an update never goes back; replicate("latest") takes what there is'
+    return Failure("version-unavailable", text, hint)
+
+
+def is_known(state: State, replica: Replica, call: GroupCall) -> bool:
+    """What each shard of the replica holds, or can hold again, is known.
+
+    It is not where one is gone, or still fills its buffer for a call before this one: when it has heard how that one
+    ended, it may have all of the version after all.
+    """
+    members = [state.members.get(worker) for worker in replica.members.values()]
+    return len(members) == replica.shards and not any(_still_fills(call, member) for member in members)
+
+
+def is_older(state: State, replica: Replica, call: GroupCall, version: Version) -> bool:
+    """The version is older than what some shard had. All must have come before it is sure that they had different ones.
+
+    Who is about to make its call once more holds what that call has brought until it comes, or nothing; only then it
+    says what it had.
+    """
+    return any(each is not None and each > version for each in _had(state, replica, call))
+
+
+def _still_fills(call: GroupCall, member: Member | None) -> bool:
+    if member is None or not isinstance(member.content.buffer, Filling):
+        return False
+    told = member.report.call
+    return told is None or told.number < call.number
+
+
+def is_enough(spec: Spec, held: Version, version: Version | None) -> bool:
+    """What is held needs no update: nothing newer was asked for, or there is nothing newer."""
+    if version is None and isinstance(spec, int):
+        return held >= spec  # a number that was never published is not to be had, whatever is held
+    return version is None or held >= version
+
+
+def _prefetched(
+    state: State, model: Model, replica: Replica, held: Version | None
+) -> tuple[Version | None, Failure | None]:
+    """The newest version of which each shard of the replica has a whole copy; or what they hold; or the latest."""
+    members = [state.known(worker) for worker in replica.members.values()]  # all of them: it is of an update
+    for version in sorted(model.versions, reverse=True):  # what somebody has a whole copy of exists
+        if all(member.fills_itself(version) for member in members):
+            return version, None
+    return (held, None) if held is not None else model.resolve("latest")
+
+
+def _held_by_all(state: State, replica: Replica, call: GroupCall) -> Version | None:
+    """The version that each shard of the replica holds, if it is one."""
+    members = [state.members.get(worker) for worker in replica.members.values()]
+    held = [_held(replica, call, member) if member is not None else None for member in members]
+    return held[0] if len(held) == replica.shards and held.count(held[0]) == len(held) else None
+
+
+def _held(replica: Replica, call: GroupCall, member: Member) -> Version | None:
+    """What it holds, or can hold again: nothing has been written over it yet.
+
+    It had withdrawn for a call before this one, which did not end well. Where it has come to this call since, that says
+    what it held when it came.
+    """
+    buffer, told = member.content.buffer, member.report.call
+    if isinstance(buffer, Holding):
+        return buffer.version
+    if not isinstance(buffer, Withdrawing | Vacated):
+        return None
+    is_former = told is None or replica.finished < told.number < call.number
+    is_this = told is not None and told.number == call.number and told.floor == buffer.version
+    return buffer.version if is_former or is_this else None
+
+
+def _had_by_all(state: State, replica: Replica, call: GroupCall) -> Version | None:
+    """The version that each shard of the replica held when its caller began to wait, if it is one."""
+    had = _had(state, replica, call)
+    return had[0] if len(had) == replica.shards and had.count(had[0]) == len(had) else None
+
+
+def _had(state: State, replica: Replica, call: GroupCall) -> list[Version | None]:
+    """What each of its shards held when its caller began to wait. Who has not come yet will have held what it holds.
+
+    Unless it makes its call once more: see `is_older`.
+    """
+    had = []
+    for worker in replica.members.values():
+        member = state.members.get(worker)
+        asked = member.report.call if member is not None else None
+        if asked is not None and asked.number == call.number:
+            had.append(asked.floor)
+        else:
+            had.append(_held(replica, call, member) if member is not None else None)
+    return had
+
+
+def may_come(model: Model, number: int) -> bool:
+    """Numbers only rise: one that a newer one has passed by is never published."""
+    return model.newest is None or model.newest < number
+
+
+# --- Which version of a set a call means: all shards hear it before anything is given up, and then all models get it.
+#
+# The replica that asks is that of the set's first model; those of the same name in the others have their own calls for
+# that version afterwards. An update of a set never goes behind what all of its members have held.
+
+
+def advance_choice(state: State, model: Model, replica: Replica, call: GroupCall) -> Iterator[Decision]:
+    """Once all shards have come they hear the same number."""
+    if call.version is not None or call.waiting is not None:
+        return
+    companions = companions_of(state, replica)
+    if companions is None:
+        text = f"the shards of {replica.name} say that {model.name} is of different sets"
+        yield Fail(call, Failure("group-mismatch", text, "all shards name the same models"))
+        return
+    others = [state.models.get(name) for name in companions]
+    is_heard = all(other.roll.is_over if other is not None else not state.is_recovering for other in others)
+    if not (is_heard and admission.is_whole(state, model, replica)):
+        yield Wait(call, admission.recovering(state))
+        return
+    version, failure = chosen(state, model, replica, call, companions)
+    if version is not None:
+        yield Resolve(call, version)
+        return
+    assert failure is not None
+    never = _why_never((model, *others), call.spec) if isinstance(call.spec, int) else None
+    if never is not None or (isinstance(call.spec, int) and not call.waits):
+        yield Fail(call, never or failure)
+    else:
+        yield Wait(call, failure)
+
+
+def _why_never(models: Sequence[Model | None], number: int) -> Failure | None:
+    """One of them has no such version, and numbers only rise."""
+    for model in models:
+        if model is not None and not may_come(model, number):
+            version, failure = model.resolve(number)
+            if version is None:
+                return failure
+    return None
+
+
+def companions_of(state: State, replica: Replica) -> Names | None:
+    """The other models of the set that the replica is of, if all of its shards say the same."""
+    named = [state.known(worker).hello.companions for worker in replica.members.values()]
+    return named[0] if named.count(named[0]) == len(named) else None
+
+
+def chosen(
+    state: State, model: Model, replica: Replica, call: GroupCall, companions: Names
+) -> tuple[Version, None] | tuple[None, Failure]:
+    """The version of the set that the call means, for which all shards have come. Never behind its floor."""
+    asked = [state.known(worker).report.call for worker in replica.members.values()]
+    floors = [each.floor for each in asked if each is not None and each.floor is not None]
+    floor = min(floors) if len(floors) == len(asked) else None  # after half an update one of them may have had more
+    replicas = [(model, replica), *_in_the_set(state, replica, companions)]
+    held = _held_in_all(state, replicas) if floor is not None and len(replicas) == 1 + len(companions) else None
+    version: Version | None
+    if call.spec == PREFETCHED:
+        version, failure = _prefetched_in_all(state, replicas, companions), None
+        if version is None:
+            version, failure = (held, None) if held is not None else model.resolve("latest", companions)
+    else:
+        version, failure = model.resolve(call.spec, companions)
+    if held is not None and is_enough(call.spec, held, version):
+        return held, None
+    if version is None:
+        assert failure is not None
+        return None, failure
+    if floor is None or version >= floor:
+        return version, None
+    newer = [each for each in model.available(companions) if each >= floor]
+    return (newer[-1], None) if newer else (None, all_older(model, replica, floor))
+
+
+def _in_the_set(state: State, replica: Replica, companions: Names) -> list[tuple[Model, Replica]]:
+    """The replicas of that name in the other models, as far as they are there."""
+    models = [state.models[name] for name in companions if name in state.models]
+    return [(model, model.replicas[replica.name]) for model in models if replica.name in model.replicas]
+
+
+def _held_in_all(state: State, replicas: list[tuple[Model, Replica]]) -> Version | None:
+    """What each shard of each of them holds, if that is one version."""
+    held: list[Version | None] = []
+    for _, replica in replicas:
+        members = [state.known(worker) for worker in replica.members.values()]
+        if len(members) < replica.shards:
+            return None
+        buffers = [member.content.buffer for member in members]
+        held += [buffer.version if isinstance(buffer, Holding) else None for buffer in buffers]
+    return held[0] if held.count(held[0]) == len(held) else None
+
+
+def _prefetched_in_all(state: State, replicas: list[tuple[Model, Replica]], companions: Names) -> Version | None:
+    """The newest version of the set of which each shard of each of them has a whole copy, or that it holds already."""
+    model = replicas[0][0]
+    if len(replicas) <= len(companions) or any(len(each.members) < each.shards for _, each in replicas):
+        return None
+    members = [state.known(worker) for _, each in replicas for worker in each.members.values()]
+    for version in model.available(companions):
+        if all(member.fills_itself(version) or member.holds(version) for member in members):
+            return version
+    return None
+
+
+# --- How a group call goes forward: what it resolves to, what it waits for, when it is over.
+#
+# `advance` yields one decision after another. Each is carried out before it goes on, so that the next follows from it.
+
+
+TRIES = 3  # a source that lives may fail a reader so often before it is given up: a link reset, a restart
+STATUS_SAYS = "see `tensorhub status` for who holds it"
+HOPELESS = {  # another source would not help; what would, where that is known
+    "layout-mismatch": "register the same names, dtypes and global shapes on both sides; partial=True leaves some out",
+    "version-conflict": "a part that several shards or boxes have is the same in all of them when it is published",
+    "usage": "",
+    "transport-missing": "",
+}
+
+
+def advance(state: State, model: Model, replica: Replica, call: GroupCall) -> Iterator[Decision]:
+    """Take the call as far as the facts allow."""
+    if call.is_over:
+        return
+    if call.pending and _still_in(state, replica, call, call.arrived):
+        yield Admit(replica, call)
+    if call.differing:
+        difference = _why_different(state, replica, call)
+        if difference is not None:
+            yield Fail(call, difference)
+            return
+    missing = _missing(replica)
+    if missing != call.waiting:
+        yield Wait(call, missing)
+    if missing is not None:
+        incomplete, look_again_at = _why_incomplete(state, replica, call)
+        if incomplete is not None:
+            yield Fail(call, incomplete)
+            return
+        if look_again_at < inf:
+            for shard in call.arrived:
+                waiting = state.members.get(replica.members[shard]) if shard in replica.members else None
+                if waiting is not None:
+                    yield LookAgain(waiting, look_again_at)
+    if call.verb in facts.FILLS:
+        yield from _advance_fill(state, model, replica, call)
+    elif call.claim is not None and call.version is None and call.waiting is None:
+        yield from _advance_claim(state, model, replica, call, call.claim)
+    elif call.claim is not None and call.waiting is None and not call.is_resolved_here:
+        yield from _judge_former_claim(state, model, replica, call, call.claim)
+    elif call.verb == "publish":
+        yield from _advance_publish(state, model, replica, call)
+    elif call.verb == "choose":
+        yield from advance_choice(state, model, replica, call)
+    stuck = _why_stuck(state, model, replica) if not call.is_over and not state.is_recovering else None
+    if stuck is not None:
+        yield _give_up(replica, call, stuck)
+    if not call.is_over and _is_done(state, replica, call):
+        yield Finish(model, replica, call)
+
+
+def _missing(replica: Replica) -> Failure | None:
+    missing, call = replica.missing(), replica.call
+    if not missing or call is None:
+        return None
+    absent = [shard for shard in missing if Shard(shard) not in call.pending]
+    text = f"{replica.name} waits for shard {some_shards(absent)} of {replica.shards} to call {call}"
+    if replica.missed is not None and replica.missed[0] in absent:
+        text = f"{text} again, since it could not before: {replica.missed[1].message}"
+    if not absent:
+        text = f"{replica.name} waits to hear that shard {some_shards(list(call.arrived))} is still in {call}"
+    if call.differing:
+        text = f"{text}; {call.difference(replica.name)}"
+    return Failure("group-incomplete", text, "is every shard running, and making the same calls?")
+
+
+def is_asked(replica: Replica, member: Member) -> bool:
+    """It is not certain that all who are at a position are there together; this one is to say whether it still is."""
+    call = replica.call
+    if call is None or not call.is_doubted:
+        return False
+    return (member.shard in call.arrived or member.shard in call.differing) and member.report.seen <= call.doubted
+
+
+def _why_different(state: State, replica: Replica, call: GroupCall) -> Failure | None:
+    """Shards are in different calls at one position, and that is certain: one of each side was asked, and still is."""
+    arrived, differing = [_still_in(state, replica, call, shards) for shards in (call.arrived, call.differing)]
+    if not arrived or not differing:
+        return None
+    text = call.difference(replica.name)
+    if all(member.report.ended == call.number - 1 for member in (*arrived, *differing)):
+        return Failure("group-mismatch", text, "all shards of a replica make the same calls in the same order")
+    return Failure("group-incomplete", f"{text}, and not all of them made the call before", "retry on all shards")
+
+
+def _still_in(state: State, replica: Replica, call: GroupCall, shards: Iterable[Shard]) -> list[Member]:
+    """Those who say that they are at that position, and have heard who else has come there."""
+    found = [state.members.get(replica.members[shard]) for shard in shards if shard in replica.members]
+    return [each for each in found if each is not None and each.report.seen > call.doubted and _is_in(each, call)]
+
+
+def _is_in(member: Member, call: GroupCall) -> bool:
+    return member.report.call is not None and member.report.call.number == call.number
+
+
+def _why_incomplete(state: State, replica: Replica, call: GroupCall) -> tuple[Failure | None, float]:
+    """Why a shard that has not come is not expected any more; or when to ask again.
+
+    A shard that lives may take its time.
+    """
+    hint, absent = "see that every shard runs, then call again on all of them", []
+    for shard in replica.missing():
+        worker = replica.members.get(Shard(shard))
+        member = state.members.get(worker) if worker is not None else None
+        if member is None:
+            absent.append(shard)
+        elif member.report.closing:
+            text = f"shard {shard} of {replica.name} is being closed, and does not come to {call}"
+            return Failure("group-incomplete", text, hint), inf
+    if not absent:
+        return None, inf
+    patience_s = state.settings.lease_s
+    until = max(call.began, state.recovered_at) + patience_s
+    if state.now >= until:
+        text = f"shard {some_shards(absent)} of {replica.name} was not there within {patience_s:.3g} s of {call}"
+        return Failure("group-incomplete", text, hint), inf
+    return None, until
+
+
+def _why_wait(state: State, model: Model, replica: Replica) -> Failure | None:
+    """Why the replica can be given no number of its own yet, or None."""
+    return admission.why_unwitnessed(model, replica) if model.roll.is_over else admission.recovering(state)
+
+
+def _why_stuck(state: State, model: Model, replica: Replica) -> Failure | None:
+    """Why a shard may never leave the version that it holds, as this call wants."""
+    for worker in replica.members.values():
+        member = state.members.get(worker)
+        if member is None or not isinstance(member.content.buffer, Withdrawing):
+            continue
+        failure = retention.why_stuck(state, model, replica, member)
+        if failure is not None:
+            return failure
+    return None
+
+
+def _knows_what_it_is(member: Member) -> bool:
+    told = member.report.call
+    return told is not None and told.resolved is not None
+
+
+def _is_done(state: State, replica: Replica, call: GroupCall) -> bool:
+    if call.claim is not None and call.version is None:
+        return False
+    for shard in range(replica.shards):
+        worker = replica.members.get(Shard(shard))
+        member = state.members.get(worker) if worker is not None else None
+        if member is None or Shard(shard) not in call.arrived or not _is_in(member, call):
+            return False
+        buffer = member.content.buffer
+        is_in_doubt = isinstance(buffer, Poisoned) and buffer != member.report.buffer
+        if is_in_doubt and facts.is_undecided(state, member):
+            return False  # nobody knows yet what it holds, or who reads that
+        if call.verb == "choose":
+            if call.version is None or (replica.shards > 1 and not _knows_what_it_is(member)):
+                return False  # each knows the number before one ends: a server after this one has it of them alone
+        elif call.verb == "unpublish":
+            if not isinstance(buffer, (Empty, Vacated, Poisoned)) or facts.is_read_though_poisoned(buffer):
+                return False
+        elif not isinstance(buffer, Holding) or buffer.version != call.version:
+            return False
+    return True
+
+
+# --- publish ----------------------------------------------------------------------------------------------------------
+
+
+def _advance_publish(state: State, model: Model, replica: Replica, call: GroupCall) -> Iterator[Decision]:
+    if call.version is not None or call.waiting is not None:
+        return
+    waiting = _why_wait(state, model, replica)
+    if waiting is not None:
+        yield Wait(call, waiting)
+        return
+    if len({call.grids.get(shard) for shard in call.arrived}) > 1:
+        text = f"the shards of {replica.name} have cut {call} into different tiles: layouts have come or gone meanwhile"
+        yield Fail(call, Failure("group-incomplete", text, "publish again on all shards"))
+        return
+    version = Version(int(call.spec))
+    conflict = model.conflict(replica, version, facts.roots_of(state, replica, call))
+    conflict = conflict or admission.conflict_with(state, model, replica, version)
+    if conflict is not None:
+        yield Fail(call, conflict)
+    else:
+        yield AcceptPublish(model, replica, call, version)
+
+
+def _advance_claim(
+    state: State, model: Model, replica: Replica, call: GroupCall, version: Version
+) -> Iterator[Decision]:
+    """All shards have come to an unpublish that claims a number."""
+    waiting = _why_wait(state, model, replica) or admission.why_wait(state, replica)
+    if waiting is not None:
+        yield Wait(call, waiting)
+        return
+    conflict = admission.why_refuse_claim(state, model, replica, version)
+    yield Resolve(call, version) if conflict is None else Fail(call, conflict)
+
+
+def _judge_former_claim(
+    state: State, model: Model, replica: Replica, call: GroupCall, version: Version
+) -> Iterator[Decision]:
+    """A claim of a session that is over. Nothing has been changed for it yet: who has lost the number hears so now."""
+    conflict = admission.why_taken(state, model, replica, version)
+    if conflict is not None:
+        yield Fail(call, conflict)
+
+
+# --- replicate and update ---------------------------------------------------------------------------------------------
+
+
+def _advance_fill(state: State, model: Model, replica: Replica, call: GroupCall) -> Iterator[Decision]:
+    if call.version is None:
+        yield _resolve(state, model, replica, call)
+    version = call.version
+    if version is None or call.is_over:
+        return
+    record = model.look_up(version)
+    if replica.name not in record.promised:
+        yield Promise(model, replica, version)
+    for shard in call.arrived:
+        worker = replica.members.get(shard)
+        member = state.members.get(worker) if worker is not None else None
+        if member is not None and not call.is_over and not _has_arrived(member, version):
+            failure = _why_hopeless(state, model, record, member)
+            if failure is not None:
+                yield _give_up(replica, call, failure)
+
+
+def _give_up(replica: Replica, call: GroupCall, failure: Failure) -> Decision:
+    """It cannot succeed. All shards hear so together: one that came later would be counted as making the next call."""
+    return Wait(call, failure) if replica.missing() else Fail(call, failure)
+
+
+def _resolve(state: State, model: Model, replica: Replica, call: GroupCall) -> Decision:
+    if not admission.is_whole(state, model, replica):
+        return Wait(call, admission.recovering(state))
+    missing = _missing(replica) if call.verb == "update" else None
+    if missing is not None and not is_known(state, replica, call):
+        return Wait(call, missing)  # an update never goes back, and what they all hold is not known yet
+    version, failure = meant_by(state, model, replica, call)
+    if missing is not None and version is not None and is_older(state, replica, call, version):
+        return Wait(call, missing)  # nor is it known yet what they all had
+    if version is None:
+        assert failure is not None
+        if isinstance(call.spec, int) and not (call.waits and may_come(model, call.spec)):
+            return _give_up(replica, call, failure)
+        return Wait(call, Failure(failure.code, failure.message) if call.waits else failure)
+    record = model.look_up(version)
+    absent = _absent_line(state, model, replica, record)
+    if absent is None:
+        return Resolve(call, version)
+    unreadable = _why_unreadable(state, model, replica, record)
+    if unreadable is not None:
+        return _give_up(replica, call, unreadable)
+    return Wait(call, _unavailable(state, model, record, absent))
+
+
+def _why_unreadable(state: State, model: Model, replica: Replica, record: VersionRecord) -> Failure | None:
+    members = [state.members.get(worker) for worker in replica.members.values()]
+    found = [layouts.why_unreadable(state, model, record, member) for member in members if member is not None]
+    return next((failure for failure in found if failure is not None), None)
+
+
+def _can_serve(state: State, worker: WorkerId, version: Version) -> bool:
+    """It has the whole version, and does not want to leave it."""
+    member = state.members.get(worker)
+    return member is not None and (member.holds_on(version) or member.has_whole_copy(version))
+
+
+def _absent_line(state: State, model: Model, replica: Replica, record: VersionRecord) -> Line | None:
+    """A line of the version that nobody, or only somebody about to leave, holds whole."""
+    for shard in range(replica.shards):
+        mine = state.members.get(replica.members[Shard(shard)]) if Shard(shard) in replica.members else None
+        line = mine.line if mine is not None else Line(replica.shards, Shard(shard))
+        is_there = any(_can_serve(state, worker, record.version) for worker in record.holders.get(line, {}))
+        if not is_there and not _can_serve_across(state, model, record, line):
+            return line
+    return None
+
+
+def _can_serve_across(state: State, model: Model, record: VersionRecord, line: Line) -> bool:
+    """Of some other cut somebody has each line, and does not want to leave it."""
+    if not layouts.can_cross(record, line):
+        return False
+    for cut in layouts.cuts_to_read(model, record, line):
+        if all(any(_can_serve(state, worker, record.version) for worker in record.whole[each]) for each in cut):
+            return True
+    return False
+
+
+def _unavailable(state: State, model: Model, record: VersionRecord, line: Line) -> Failure:
+    holders = [state.members.get(worker) for worker in record.holders.get(line, {})]
+    leaving = [str(member.worker) for member in holders if member is not None and member.holds(record.version)]
+    last = f"; {[*leaving, record.last_holder][0]} held it last" if leaving or record.last_holder else ""
+    text = f"nobody holds shard {line.shard} of version {record.version} of {model.name} now{last}"
+    older = [
+        v for v, r in sorted(model.versions.items(), reverse=True) if v != record.version and any(r.holders.values())
+    ]
+    hint = f"wait for a newer version, or replicate version {older[0]}" if older else "wait for a newer version"
+    return Failure("version-unavailable", text, hint)
+
+
+def _has_arrived(member: Member, version: Version) -> bool:
+    """This shard has what the call is about."""
+    return isinstance(member.content.buffer, Holding) and member.content.held == version
+
+
+def _why_hopeless(state: State, model: Model, record: VersionRecord, member: Member) -> Failure | None:
+    """Why this shard can never get the version by this call, or None."""
+    unreadable = layouts.why_unreadable(state, model, record, member)
+    if unreadable is not None:
+        return unreadable
+    failures, told = member.report.failures, member.report.across
+    is_of_it = told is not None and told.version == record.version
+    if told is not None and is_of_it and told.root and record.roots.get(member.line) not in (None, told.root):
+        text = f"what {member.worker} would get as version {record.version} out of another cut is not what others got"
+        return Failure("version-conflict", text, "was the version published twice, with different content?")
+    if failures and (failures[-1].code in HOPELESS or _has_failed_enough(state, model, record, member)):
+        return _failed(record, member, failures[-1])
+    read = state.reads.current.get(member.worker)
+    is_reading = read is not None and not across.is_short(state, member) and not selection.is_cut_off(state, read)
+    if state.is_recovering or is_reading or member.has_whole_copy(record.version):
+        return None
+    if model.is_lost(record):
+        return model.loss(record)
+    given_up = [worker for worker, avoided in member.avoided.items() if avoided.is_for_good]
+    if not given_up or _has_hope(state, model, record, member):
+        return None
+    if failures and not any(worker in record.refused for worker in given_up):
+        return _failed(record, member, failures[-1])
+    text = f"{member.worker} got bytes of version {record.version} that are not as published, from every holder"
+    return Failure("corrupt-transfer", text, "were the published tensors changed in place? weights.check() tells")
+
+
+def _failed(record: VersionRecord, member: Member, last: TicketFailure) -> Failure:
+    count = member.failures
+    reads, whence = ("a read", "from") if count == 1 else (f"{count} reads", "the last from")
+    text = f"{member.worker} failed {reads} of version {record.version}, {whence} {last.source}: {last.message}"
+    return Failure(last.code, text, last.hint or HOPELESS.get(last.code) or STATUS_SAYS)
+
+
+def _has_failed_enough(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
+    is_enough = member.failures > state.settings.most_failures
+    return is_enough and not _has_hope(state, model, record, member, is_last=True)
+
+
+def _has_hope(state: State, model: Model, record: VersionRecord, member: Member, *, is_last: bool = False) -> bool:
+    """The version may still come: each line of its own or of another cut has a worker that has or gets all of it."""
+
+    def may_come(line: Line) -> bool:
+        holders = record.holders.get(line, {})
+        return any(_may_bring(state, record, member, worker, is_last=is_last) for worker in holders)
+
+    if may_come(member.line):
+        return True
+    is_boxed = layouts.can_cross(record, member.line)
+    return is_boxed and any(all(map(may_come, cut)) for cut in layouts.cuts_to_come(model, record, member.line))
+
+
+def _may_bring(state: State, record: VersionRecord, member: Member, worker: WorkerId, *, is_last: bool) -> bool:
+    """The worker has all of the version, or gets it by way of workers that this member may still try.
+
+    `is_last`: the member has failed so often that it tries only those that live, and few times each.
+    """
+    for _ in range(selection.MAX_HOPS):
+        source, avoided = state.members.get(worker), member.avoided.get(worker)
+        if source is None or source is member or (avoided is not None and avoided.is_for_good):
+            return False
+        if is_last and avoided is not None and (avoided.times >= TRIES or not facts.is_here(state, source)):
+            return False
+        if facts.is_full_source(state, source, record.version):
+            return True
+        above = [read.source for read in state.reads.going_on(worker) if read.version == record.version]
+        if (
+            not above
+            or across.is_short(state, source)
+            or any(each in member.avoided and member.avoided[each].is_for_good for each in above)
+        ):
+            return False
+        worker = above[0]
+    return True
+
+
+# --- The number with which a trainer that was started again goes on: the lowest above every number that was ever
+# taken.
+#
+# Taken is what exists or existed, lost or not; what was published by some shards only; what is being published; and
+# what
+# is claimed. A number that was claimed and never published is free again once its claim has ended. A number that is too
+# high to be published next counts for nothing: its publish is about to be refused.
+
+
+def next_version(state: State, name: ModelName) -> Version | None:
+    """The lowest free number, 0 for a model that nobody knows; None while a restarted server still listens."""
+    model = state.models.get(name)
+    is_listening = state.is_recovering if model is None else not model.roll.is_over
+    if is_listening:
+        return None
+    if model is None:
+        return Version(0)
+    return Version(max((each for each in _taken(state, model) if each <= model.highest_next), default=-1) + 1)
+
+
+def _taken(state: State, model: Model) -> Iterator[int]:
+    if model.newest is not None:
+        yield model.newest
+    yield from model.versions
+    for replica in model.replicas.values():
+        yield from admission.claimed_by(state, replica)
+        call = replica.call
+        if call is not None and not call.is_over and call.verb == "publish" and isinstance(call.spec, int):
+            yield call.spec
+
+
+# --- How many replicas hold a version by now: back-pressure for a trainer that must not run ahead of its rollouts.
+#
+# Whom it counts: replicas other than the asker's own and other than trainers, all of whose shards live and none of
+# which
+# is closing, once they follow the model: they hold something, or have called `replicate` or `update`. Who only loads a
+# version and leaves (`load`) does not follow it. So a dead replica is waited for until its lease ends, and one that
+# still
+# starts is not waited for. A newer version is as good; it counts once it is whole in the tensors, not in a host copy.
+
+
+MAX_NAMED = 8  # of those that are missing
+EXACT = 1e-9  # 0.7 of 10 is 7, though 0.7 * 10 is a little more
+
+
+def held_by(state: State, name: ModelName, version: Version, asker: ReplicaName, fraction: float) -> HeldView:
+    """Who holds the version or a newer one, and whether that is this fraction of all who count."""
+    model = state.models.get(name)
+    if model is None or not model.roll.is_over:
+        return HeldView(waits_for="the reference server has restarted, and not everybody has reported to it yet")
+    if model.newest is None or model.newest < version:
+        newest = f"its newest version is {model.newest}" if model.newest is not None else "nothing was published yet"
+        return HeldView(waits_for=f"{name} has no version {version} yet; {newest}")
+    holders: list[str] = []
+    missing: list[tuple[str, list[Member]]] = []
+    for replica in model.replicas.values():
+        members = _members(state, replica)
+        if replica.name == asker or not _counts(replica, members):
+            continue
+        if all(member.is_full and _is_past(member, version) for member in members):
+            holders.append(replica.name)
+        else:
+            missing.append((replica.name, members))
+    counted = len(holders) + len(missing)
+    needed = ceil(fraction * counted - EXACT)
+    is_enough = len(holders) >= needed
+    waits_for = "" if is_enough else _words(model, version, missing, needed, counted)
+    return HeldView(is_enough, tuple(sorted(holders)), counted, waits_for)
+
+
+def _members(state: State, replica: Replica) -> list[Member]:
+    members = [state.members.get(worker) for _, worker in sorted(replica.members.items())]
+    return [member for member in members if member is not None]
+
+
+def _counts(replica: Replica, members: list[Member]) -> bool:
+    """It is no trainer, all of it lives and stays, and it follows the model."""
+    if replica.publishes or len(members) < replica.shards:
+        return False
+    if any(member.report.closing or member.hello.is_passing for member in members):
+        return False
+    call = replica.call
+    is_called = replica.finished > 0 or (call is not None and call.verb in facts.FILLS)
+    return is_called or any(not isinstance(member.content.buffer, Empty) for member in members)
+
+
+def _is_past(member: Member, version: Version) -> bool:
+    held = version_in(member.content.buffer)
+    return held is not None and held >= version
+
+
+def _words(model: Model, version: Version, missing: list[tuple[str, list[Member]]], needed: int, counted: int) -> str:
+    """Who is missing, and how far each of them is."""
+    said = [f"{name}{_how_far(members, version)}" for name, members in sorted(missing)[:MAX_NAMED]]
+    more = f", and {len(missing) - MAX_NAMED} more" if len(missing) > MAX_NAMED else ""
+    have = counted - len(missing)
+    text = f"{have} of {counted} replicas hold version {version} of {model.name}, and {needed} have to"
+    return f"{text}; missing: {', '.join(said)}{more}"
+
+
+def _how_far(members: list[Member], version: Version) -> str:
+    """Of the shard that is furthest behind."""
+    behind = [member for member in members if not (member.is_full and _is_past(member, version))]
+    buffer = behind[0].content.buffer
+    shard = f"[{behind[0].shard}] " if len(members) > 1 else " "
+    if isinstance(buffer, Filling):
+        return f"{shard}(has {buffer.done} of {buffer.chunks or '?'} chunks of {buffer.version})"
+    held = version_in(buffer)
+    return f"{shard}(holds {held if held is not None else 'nothing'})"

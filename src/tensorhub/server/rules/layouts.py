@@ -1,0 +1,248 @@
+"""Rules about layouts: which versions a worker's layout can read, and where a version is held."""
+
+from collections.abc import Callable, Iterator
+
+from ...protocol.errors import UsageError
+from ...protocol.manifest import difference_hint, layout_difference
+from ...protocol.messages import MAX_PARTS, Failure, Spec
+from ...protocol.names import Digest, ModelName, ReplicaName, Shard, is_tiled
+from ...protocol.status import CutsView, DescribedView, ShardView, SourceView
+from .. import state as facts
+from ..groups import Replica
+from ..members import Cut, Line, Member
+from ..state import State
+from ..versions import Model, VersionRecord
+
+# --- Whether a version can be read into what a worker has registered: by its own line, or out of a cut of another
+# kind.
+
+
+def may_fit(model: Model, record: VersionRecord, member: Member) -> bool:
+    """The version can fill its tensors, as far as is known."""
+    theirs = record.layouts.get(member.line)
+    if theirs is not None or not member.report.layout:
+        return member.fits(theirs)
+    return not record.roots or _is_of_its_cut(model, record, member.line) or can_cross(record, member.line)
+
+
+def can_cross(record: VersionRecord, line: Line) -> bool:
+    """Its boxes say what is wanted, and somebody's boxes where that is; and there is a digest for each piece."""
+    return line.is_boxed and any(is_readable(record, other) for other in record.roots)
+
+
+def is_readable(record: VersionRecord, line: Line) -> bool:
+    """Other cuts can be filled from that line of the version."""
+    return line.is_boxed and is_tiled(record.roots.get(line, Digest("")))
+
+
+def cuts_to_read(model: Model, record: VersionRecord, line: Line) -> Iterator[Cut]:
+    """The other cuts in which all of the version is, as far as is known, and out of which it can be read."""
+    for cut in cuts_to_come(model, record, line):
+        if all(is_readable(record, each) and record.whole.get(each) for each in cut):
+            yield cut
+
+
+def cuts_to_come(model: Model, record: VersionRecord, line: Line) -> Iterator[Cut]:
+    """The other cuts out of which it can be read as soon as all of the version is there."""
+    for cut in model.cuts:
+        if line in cut or len(cut) > MAX_PARTS:
+            continue
+        if all(is_readable(record, each) if each in record.roots else each.is_boxed for each in cut):
+            yield cut
+
+
+def _is_of_its_cut(model: Model, record: VersionRecord, line: Line) -> bool:
+    """The version is known in a cut with that line, though perhaps not all of it is."""
+    return any(line in cut and any(other in record.roots for other in cut) for cut in model.known_cuts())
+
+
+def why_unreadable(state: State, model: Model, record: VersionRecord, member: Member) -> Failure | None:
+    """Why nobody could ever read the version into the tensors that this worker has registered; None if somebody may."""
+    if not member.report.layout:
+        return None
+    if may_fit(model, record, member):
+        return _why_too_wide(model, record, member)
+    line, layouts = member.line, record.layouts
+    name = f"version {record.version} of {model.name}"
+    if record.roots and line.is_boxed != any(each.is_boxed for each in record.roots):
+        published, registered = ("without", "with") if line.is_boxed else ("with", "without")
+        text = f"{name} was published {published} boxes, and {member.worker} has registered {registered} them"
+        hint = "register(..., boxes={...}) on both sides, or on neither; boxes={} says that all tensors are whole"
+        return Failure("layout-mismatch", text, hint)
+    its = line if line in layouts else next((each for each in layouts if each[:2] == line[:2]), None)
+    difference = _difference(state, record, member, layouts[its]) if its is not None else None
+    if difference is None and line.is_boxed:
+        text = f"{name} has no digests of tiles, and {member.worker} is cut in another way"
+        return Failure("layout-mismatch", text, "publish it with boxes too, or register the same tensors as there")
+    if difference is None and its is None:
+        others = sorted({each.shards for each in record.roots})
+        text = f"{member.worker} was opened with shards={line.shards}, {name} is cut in {', '.join(map(str, others))}"
+        hint = "open as many shards on both sides, or say with boxes what each of them has"
+        return Failure("layout-mismatch", text, hint)
+    if difference is None:
+        text = f"the tensors of {member.worker} differ from those of {name}"
+        return Failure("layout-mismatch", text, "register the same tensors in the same order on both sides")
+    return Failure("layout-mismatch", *difference)
+
+
+def _why_too_wide(model: Model, record: VersionRecord, member: Member) -> Failure | None:
+    """It could be read across if it were cut in fewer shards. (Who is cut as the member is has it from elsewhere.)"""
+    line = member.line
+    if not line.is_boxed or line in record.layouts or not can_cross(record, line):
+        return None
+    cuts = [cut for cut in model.cuts if line not in cut and all(is_readable(record, each) for each in cut)]
+    if not cuts or any(len(cut) <= MAX_PARTS for cut in cuts):
+        return None
+    text = f"version {record.version} of {model.name} is cut in {min(map(len, cuts))} shards, and {member.worker} in"
+    text = f"{text} another way: no read is made out of more than {MAX_PARTS} shards at once"
+    return Failure("layout-mismatch", text, "publish it from fewer ranks, each with more of it")
+
+
+def _difference(state: State, record: VersionRecord, member: Member, layout: Digest) -> tuple[str, str] | None:
+    """In words, and what to do."""
+    mine, theirs = state.layouts.get(member.report.layout), state.layouts.get(layout)
+    if mine is None or theirs is None:
+        return None
+    here, there = f"in {member.worker}", f"in version {record.version}"
+    try:
+        ours, others = mine.decode(), theirs.decode()
+    except UsageError:
+        return None  # what is no layout differs too, but no word of it is repeated
+    text = layout_difference(ours, others, here=here, there=there)
+    return (text, difference_hint(ours, others, shards=member.line.shards)) if text is not None else None
+
+
+# --- Where a version is, whatever the cut: whether somebody has all of it, and whether a line of it is had elsewhere.
+
+
+def is_whole(state: State, model: Model, record: VersionRecord) -> bool:
+    """Somebody is known to have each of its shards. Otherwise it seems lost, though who has it may only be cut off."""
+    return any(all(_is_line_whole(state, record, line) for line in cut) for cut in model.known_cuts())
+
+
+def _is_line_whole(state: State, record: VersionRecord, line: Line) -> bool:
+    return any(facts.has_whole(state, worker, record.version) for worker in record.holders.get(line, {}))
+
+
+def by_another_cut(
+    state: State, model: Model, record: VersionRecord, line: Line, counts: Callable[[Member], bool]
+) -> bool:
+    """What is in that line can be had out of another cut, of which somebody who counts has each line."""
+    if not line.is_boxed:
+        return False
+    for cut in cuts_to_read(model, record, line):
+        if all(any(counts(state.known(worker)) for worker in record.whole[each]) for each in cut):
+            return True
+    return False
+
+
+def has_company(model: Model, member: Member) -> bool:
+    """Somebody else whom one relies on could have the version: one of its line, or all of another cut."""
+    if len(model.reliable.get(member.line, {})) > 1:
+        return True
+    if not member.line.is_boxed:
+        return False
+    others = [cut for cut in model.cuts if member.line not in cut and all(line.is_boxed for line in cut)]
+    return any(all(any(w not in model.closing for w in model.reliable.get(line, {})) for line in cut) for cut in others)
+
+
+def is_relied_on(member: Member, record: VersionRecord) -> bool:
+    """It has the version, and gives it up only when it is told that it may."""
+    return member.hello.reliable and member.keeps(record.version)
+
+
+def is_kept_by_spot(state: State, record: VersionRecord, line: Line) -> bool:
+    """A worker that nobody relies on has the version whole and does not leave it: better than nobody."""
+    for worker in record.whole.get(line, {}):
+        member = state.members.get(worker)
+        if member is None or not member.is_connected or member.report.closing or member.hello.reliable:
+            continue
+        if member.stays(record.version) or member.has_whole_copy(record.version):
+            return True
+    return False
+
+
+# --- How the living replicas of a model are cut: what whoever publishes it must reckon with before anything is
+# hashed.
+
+
+def cuts_of(state: State, name: ModelName, asker: ReplicaName | None = None) -> CutsView:
+    """The boxes of every living worker of the model that has said any, each once, and who has them.
+
+    And who of the asker's replica is there.
+    """
+    model = state.models.get(name)
+    numbers: dict[bytes, int] = {}
+    shards: list[ShardView] = []
+    replicas = model.replicas.values() if model is not None else ()
+    for replica in replicas:
+        for shard, worker in replica.members.items():
+            member = state.members.get(worker)
+            layout = state.layouts.get(member.report.layout) if member is not None else None
+            if layout is not None and layout.boxes:
+                number = numbers.setdefault(layout.boxes, len(numbers))
+                shards.append(ShardView(replica.name, shard, replica.shards, number))
+    mine = model.replicas.get(asker) if model is not None and asker is not None else None
+    here, missed = _siblings(state, mine) if mine is not None else ((), "")
+    patience_s = state.settings.lease_s if not state.is_recovering else None
+    return CutsView(tuple(shards), tuple(numbers), here, missed, patience_s)
+
+
+def _siblings(state: State, replica: Replica) -> tuple[tuple[int, ...], str]:
+    members = [(shard, state.members.get(worker)) for shard, worker in replica.members.items()]
+    here = tuple(sorted(shard for shard, member in members if member is not None and not member.report.closing))
+    if replica.missed is None or replica.missed[0] in here:
+        return here, ""
+    shard, why = replica.missed
+    return here, f"shard {shard} of {replica.name} could not make its last call, and has left: {why.message}"
+
+
+# --- What a version is and who has it, for somebody who has registered nothing: one shard at a time.
+
+
+MAX_SOURCES = 8  # one of which should answer
+
+LISTENS = Failure(
+    "unavailable", "the reference server has restarted, and not everybody has reported to it yet", "retry"
+)
+
+
+def describe(state: State, name: ModelName, spec: Spec, shard: Shard) -> DescribedView:
+    """The layout of that shard of the version that the spec means now, and those who have it whole."""
+    model = state.models.get(name)
+    if model is None:
+        unknown = Failure("version-unavailable", f"no model {name!r} is known", "is its trainer running?")
+        return DescribedView(failure=LISTENS if state.is_recovering else unknown)
+    if not model.roll.is_over:
+        return DescribedView(failure=LISTENS)
+    version, failure = model.resolve(spec)
+    if version is None:
+        return DescribedView(failure=failure)
+    record = model.look_up(version)
+    cut = _cut_of(model, record)
+    if shard >= len(cut):
+        text = f"{name} has {len(cut)} shards, and none is number {shard}"
+        return DescribedView(failure=Failure("usage", text, "shards count from 0"))
+    line = cut[shard]
+    layout = state.layouts.get(record.layouts[line]) if line in record.layouts else None
+    if layout is None:
+        text = f"nobody has said how shard {shard} of version {version} of {name} is laid out"
+        return DescribedView(failure=Failure("version-unavailable", text, "whoever registers it says so"))
+    sources = tuple(_sources(state, model, record, line)[:MAX_SOURCES])
+    return DescribedView(version, len(cut), record.roots[line], bytes(layout.layout), sources)
+
+
+def _cut_of(model: Model, record: VersionRecord) -> Cut:
+    """In which the version is told of: one of which somebody has each line."""
+    cuts = list(model.known_cuts())
+    return next((cut for cut in cuts if all(record.whole.get(line) for line in cut)), cuts[0])
+
+
+def _sources(state: State, model: Model, record: VersionRecord, line: Line) -> list[SourceView]:
+    """Those of whom most is to be hoped first."""
+    found = []
+    for member in [state.known(worker) for worker in record.whole.get(line, {})]:
+        from_host = not member.holds(record.version)
+        likely = facts.is_here(state, member), not member.report.closing, not from_host
+        found.append((tuple(not each for each in likely), member.worker, from_host, member.hello.endpoints))
+    return [SourceView(str(worker), endpoints, from_host) for _, worker, from_host, endpoints in sorted(found)]

@@ -1,0 +1,646 @@
+"""Rules: permission to read, reads across layouts, and when a source is drained."""
+
+from collections.abc import Generator, Iterator, Mapping
+from math import inf
+from typing import NamedTuple
+
+from ...protocol.messages import Holding, Poisoned, Withdrawing
+from ...protocol.names import Version
+from .. import state as facts
+from ..decisions import CallStuck, Cross, Decision, Give, Leave, LookAgain, TakeBack
+from ..groups import Replica
+from ..members import (
+    ARRIVALS,
+    NEWS,
+    SERVICE,
+    Crossing,
+    Cut,
+    Line,
+    Member,
+    OpenRead,
+    Topic,
+    loss_of,
+    references_of,
+    sources_of,
+)
+from ..state import State
+from ..versions import Model, VersionRecord
+from . import admission, layouts, retention, selection, sources
+from .selection import Candidate, choose_source
+from .sources import Wanted
+
+# --- When a worker may change its buffer: nobody reads from it any more, and nobody was promised what only it has.
+
+
+class Drained(NamedTuple):
+    """Which version nobody reads any more, if any, and when to ask again although nothing may have been heard."""
+
+    version: Version | None = None
+    look_again_at: float = inf
+
+
+NOT_DRAINED = Drained()
+
+
+def drained_version(state: State, model: Model, member: Member) -> Drained:
+    """The version that this worker wants to leave, if nobody reads it there any more or still has to."""
+    buffer = member.content.buffer
+    if not isinstance(buffer, (Withdrawing, Poisoned)) or buffer.version is None:
+        return NOT_DRAINED
+    if not model.roll.is_over or admission.is_strange(state, member):
+        return NOT_DRAINED
+    if _has_readers(state, member, buffer.version):
+        return NOT_DRAINED
+    if isinstance(buffer, Poisoned) or member.is_drained:
+        return Drained(buffer.version)
+    if retention.must_stay(state, model, member):
+        patience_until = member.closing_since + state.settings.spot_heir_s
+        is_patient = member.report.closing and patience_until > state.now
+        return Drained(look_again_at=patience_until if is_patient else inf)
+    if retention.is_in_doubt(state, model, member):
+        return NOT_DRAINED
+    if buffer.impatient:
+        return Drained(buffer.version)
+    record = model.versions.get(buffer.version)
+    if record is None or not record.promised:
+        return Drained(buffer.version)
+    is_last = is_last_holder(state, model, record, member)
+    is_needed = is_last and is_awaited(state, model, record, member)
+    return Drained(None if is_needed else buffer.version)
+
+
+def _has_readers(state: State, source: Member, version: Version) -> bool:
+    """Somebody must be waited for before the source may change its buffer.
+
+    A reader that has only opened there what comes next reads nothing of what the buffer has now.
+    """
+    return facts.must_wait(state, source, state.reads.from_buffer(source.worker, version))
+
+
+def is_last_holder(state: State, model: Model, record: VersionRecord, leaver: Member) -> bool:
+    """Nobody else holds this line of the version whole and stays, nor all lines of another cut."""
+    for worker in record.holders.get(leaver.line, {}):
+        member = state.members.get(worker)
+        if member is None:
+            continue
+        is_held = isinstance(member.content.buffer, Holding) and member.holds(record.version)
+        if member.has_whole_copy(record.version) or (worker != leaver.worker and is_held):
+            return False
+
+    def counts(member: Member) -> bool:
+        return member is not leaver and (member.stays(record.version) or member.has_whole_copy(record.version))
+
+    return not layouts.by_another_cut(state, model, record, leaver.line, counts)
+
+
+def is_awaited(state: State, model: Model, record: VersionRecord, leaver: Member) -> bool:
+    """A replica was promised the version, and a worker of it that could read it here has not got it yet."""
+    is_for_all = layouts.is_readable(record, leaver.line)
+    for name in record.promised:
+        replica = model.replicas.get(name)
+        for worker in replica.members.values() if replica is not None else ():
+            member = state.members.get(worker)
+            if member is None or not member.is_connected or member.worker == leaver.worker:
+                continue
+            is_reader = member.line == leaver.line or (is_for_all and member.line.is_boxed)
+            if is_reader and not member.holds(record.version):
+                return True
+    return False
+
+
+# --- Who reads a version out of another cut than its own, from whom, and what becomes of each part of such a read.
+#
+# Rules:
+# - A worker reads across only where nobody sound of its own line could be its source; and only one of each line and
+# site
+#   does: the one that has most of it. The others wait until it has said what the version is in their line, and then
+#   read
+#   behind it.
+# - It has one source for each line of a cut, all at once. Only such as have all of the version are taken: so nobody
+# reads
+#   behind himself, however versions go from cut to cut.
+# - Each part is for itself. One whose source leaves, is gone, or stands still, is given another source; one that
+# failed,
+#   too. What has brought its share needs none any more.
+# - A cut of which a line has no source any more is left for another one that has all, or for the reader's own line. A
+#   source that has lost its session and brings nothing is none.
+#
+# It must never: mix two cuts in one plan, or give parts of content without tiles.
+
+
+Choice = tuple[Candidate, str]
+
+
+def set_out(
+    state: State,
+    model: Model,
+    record: VersionRecord,
+    member: Member,
+    *,
+    to_host: bool,
+    other_than: Cut | None = None,
+) -> Generator[Decision, None, bool]:
+    """Let it read out of another cut, if it is the one of its line and site to do so. Not out of `other_than`."""
+    if not layouts.can_cross(record, member.line):
+        return False
+    if not _is_elected(state, model, record, member):
+        yield from see_that_it_begins(state, model, record, member)
+        return False
+    if _is_about_to_end(member, record, to_host):
+        return True
+    best: tuple[tuple[object, ...], Cut, list[Choice]] | None = None
+    for number, cut in enumerate(layouts.cuts_to_read(model, record, member.line)):
+        found = [_choose(state, model, record, member, line) for line in cut]
+        chosen = [choice for choice in found if choice is not None]
+        if len(chosen) == len(cut) and cut != other_than:
+            rank = (*_rank(chosen), number)
+            best = (rank, cut, chosen) if best is None or rank < best[0] else best
+    if best is None:
+        yield from _wait(state, model, record, member)
+        return False
+    _, cut, chosen = best
+    yield Cross(member, record.version, to_host, cut)
+    for line, choice in zip(cut, chosen, strict=True):
+        yield _part(record, member, line, choice, to_host=to_host)
+    return True
+
+
+def instead_of(
+    state: State, model: Model, record: VersionRecord, member: Member, read: OpenRead, *, is_in_need: bool = False
+) -> Generator[Decision, None, bool]:
+    """Its source is too slow, and no other one of its line would do better: let it read out of another cut.
+
+    `is_in_need`: nothing will come from its source. Also from such as are slow, or want to leave the version.
+    """
+    if not layouts.can_cross(record, member.line) or not _is_elected(state, model, record, member):
+        return False
+
+    def would_do(line: Line) -> bool:
+        return _would_do(_choose(state, model, record, member, line), is_in_need=is_in_need)
+
+    if not any(all(would_do(line) for line in cut) for cut in layouts.cuts_to_read(model, record, member.line)):
+        return False
+    if not selection.is_paused(state, read):  # one that does something else was not slow
+        yield Leave(member, read, state.now + selection.pace_window_s(state))
+    yield TakeBack(read)
+    return (yield from set_out(state, model, record, member, to_host=read.grant.to_host))
+
+
+def keep_up(state: State, model: Model, record: VersionRecord, member: Member, wanted: Wanted) -> Iterator[Decision]:
+    """It reads across: see that each line has a source, or has brought all."""
+    plan = _plan(member, wanted)
+    if plan is None:
+        if model.roll.is_over:  # granted before a restart, out of a cut that nobody remembers
+            yield from take_back(state, member)
+            yield from set_out(state, model, record, member, to_host=wanted.to_host)
+        return
+    for line in plan.cut:
+        if line not in plan.done:
+            part = state.reads.parts.get(member.worker, {}).get(line)
+            yield from _keep_part(state, model, record, member, line, part, to_host=wanted.to_host)
+    parts = dict(state.reads.parts.get(member.worker, {}))
+    if not _is_short(state, plan, parts):
+        return
+    is_missing = any(line not in plan.done and line not in parts for line in plan.cut)
+
+    def would_do(line: Line) -> bool:
+        choice = _choose(state, model, record, member, line)
+        return choice is not None and (is_missing or _would_do(choice, is_in_need=True))
+
+    others = [cut for cut in layouts.cuts_to_read(model, record, member.line) if cut != plan.cut]
+    if any(all(map(would_do, cut)) for cut in others):
+        for part in parts.values():
+            if selection.brings_nothing(state, part):
+                yield Leave(member, part, state.now + selection.pace_window_s(state))
+        yield from take_back(state, member)
+        yield from set_out(state, model, record, member, to_host=wanted.to_host, other_than=plan.cut)
+
+
+def take_back(state: State, member: Member) -> Iterator[Decision]:
+    """It may go on with nothing that it reads."""
+    for read in state.reads.going_on(member.worker):
+        yield TakeBack(read)
+
+
+def is_short(state: State, member: Member) -> bool:
+    """It reads across, and of what it needs a part has no source, or one from which nothing will come."""
+    plan, parts = member.crossing, state.reads.parts.get(member.worker)
+    return plan is not None and parts is not None and _is_short(state, plan, parts)
+
+
+def _is_short(state: State, plan: Crossing, parts: Mapping[Line, OpenRead]) -> bool:
+    needed = [parts.get(line) for line in plan.cut if line not in plan.done]
+    return any(part is None or selection.brings_nothing(state, part) for part in needed)
+
+
+def is_looking_across(state: State, member: Member, wanted: Wanted) -> bool:
+    """Of what it reads across a part has no source, or one that it is to leave as soon as there is another."""
+    plan, parts = _plan(member, wanted), state.reads.parts.get(member.worker, {})
+    if plan is None:
+        return True
+    for line in plan.cut:
+        part = parts.get(line)
+        if line not in plan.done and (part is None or _why_replace(state, member, part) is not None):
+            return True
+    return False
+
+
+def _plan(member: Member, wanted: Wanted) -> Crossing | None:
+    plan = member.crossing
+    return plan if plan is not None and (plan.version, plan.to_host) == wanted else None
+
+
+def _is_elected(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
+    """Nobody else of its line and site reads the version across, or should do so before it.
+
+    One to whom nothing comes keeps nobody from it.
+    """
+    for other in facts.members_of(state, model, member.line):
+        read = state.reads.current.get(other.worker)
+        if other is member or other.hello.site != member.hello.site or read is None or read.version != record.version:
+            continue
+        if other.turns_lost > member.turns_lost or retention.waits_for_its_readers(state, other, record.version):
+            continue
+        if (
+            read.part is not None
+            and facts.is_here(state, other)
+            and not (selection.is_held_up(state, read) or selection.cannot_begin(state, read))
+        ):
+            return False
+    return sources.may_cross(state, model, record, member)
+
+
+def see_that_it_begins(state: State, model: Model, record: VersionRecord, member: Member) -> Iterator[Decision]:
+    """It waits for another one that reads across; look again if that one has not begun by then."""
+    for other in facts.members_of(state, model, member.line):
+        read = state.reads.current.get(other.worker)
+        if other is not member and read is not None and read.version == record.version:
+            until = selection.begins_until(state, read)
+            if state.now < until < inf:
+                yield LookAgain(member, until)
+
+
+def _is_about_to_end(member: Member, record: VersionRecord, to_host: bool) -> bool:
+    """All of its parts have brought their share, and it has not said yet that it is done."""
+    plan, told = member.crossing, member.report.across
+    if plan is None or told is None or (plan.version, plan.to_host) != (record.version, to_host):
+        return False
+    return told.version == record.version and not told.parts and all(line in plan.done for line in plan.cut)
+
+
+# --- one part ---------------------------------------------------------------------------------------------------------
+
+
+def _keep_part(
+    state: State,
+    model: Model,
+    record: VersionRecord,
+    member: Member,
+    line: Line,
+    part: OpenRead | None,
+    *,
+    to_host: bool,
+) -> Iterator[Decision]:
+    """See that the line has a source, if there is one."""
+    why = _why_replace(state, member, part) if part is not None else ""
+    is_in_vain = part is not None and selection.brings_nothing(state, part)
+    if part is not None and is_in_vain != part.pace.is_stuck:
+        yield CallStuck(part, is_in_vain)
+    if why is None:
+        return
+    choice = _choose(state, model, record, member, line, instead_of=part)
+    if choice is None:
+        if part is None:
+            yield from _wait(state, model, record, member)
+        elif not _serves(state, part):
+            yield TakeBack(part)
+        return
+    if part is not None and _is_still(state, part):
+        yield Leave(member, part, state.now + selection.pace_window_s(state))
+    if part is not None:
+        yield TakeBack(part)
+    yield _part(record, member, line, choice, to_host=to_host, why=why)
+
+
+def _why_replace(state: State, member: Member, part: OpenRead) -> str | None:
+    """Why this part is to have another source, if there is one; None: it is to stay as it is."""
+    source, name = state.members.get(part.source), part.source.replica
+    if not _serves(state, part):
+        return f"; {name} has it no more"
+    if source is not None and facts.is_leaving(source, part.version, part.grant.from_host):
+        return f"; {name} leaves it"
+    if selection.brings_nothing(state, part) or (
+        source is not None and _is_still(state, part) and state.now >= member.may_move_at
+    ):
+        return f"; left {name}: nothing came for {state.now - part.pace.moved_at:.1f} s"
+    return None
+
+
+def _serves(state: State, part: OpenRead) -> bool:
+    return facts.serves(state, part.source, part.version, part.grant.from_host)
+
+
+def _is_still(state: State, part: OpenRead) -> bool:
+    return part.pace.is_still(state.now, selection.patience_s(state))
+
+
+def _choose(
+    state: State,
+    model: Model,
+    record: VersionRecord,
+    member: Member,
+    line: Line,
+    *,
+    instead_of: OpenRead | None = None,
+) -> Choice | None:
+    """The best source for that line. `instead_of`: for what is read now only such as will do better."""
+    found = admission.allowed(state, model, member, sources.whole_sources(state, record, member, line))
+    if instead_of is not None:
+        former, is_in_need = (
+            (instead_of.source, instead_of.grant.from_host),
+            selection.brings_nothing(state, instead_of),
+        )
+        found = [
+            candidate
+            for candidate in found
+            if (is_in_need or not candidate.is_withdrawing)
+            and not candidate.is_doubtful
+            and (candidate.worker, candidate.from_host) != former
+        ]
+    return choose_source(found, now=state.now)
+
+
+def _would_do(choice: Choice | None, *, is_in_need: bool) -> bool:
+    """There is one, and nothing is to be said against it; or it is better than none for who is in need."""
+    if choice is None or choice[0].is_doubtful:
+        return False
+    return is_in_need or not (choice[0].is_slow or choice[0].is_withdrawing)
+
+
+def _wait(state: State, model: Model, record: VersionRecord, member: Member) -> Iterator[Decision]:
+    """Nothing can be given now: see to it that it is looked at again when something may be."""
+    soonest = inf
+    for line in dict.fromkeys(each for cut in layouts.cuts_to_read(model, record, member.line) for each in cut):
+        possible = sources.whole_sources(state, record, member, line)
+        allowed = admission.allowed(state, model, member, possible)
+        best = choose_source(possible, now=state.now)
+        if not allowed and best is not None:
+            yield from admission.wait_for(state, model, member, possible, best[0])
+        soonest = min([soonest, *[each.avoided_until for each in allowed if each.avoided_until > state.now]])
+    if soonest < inf:
+        yield LookAgain(member, soonest)
+
+
+def _part(
+    record: VersionRecord, member: Member, line: Line, choice: Choice, *, to_host: bool, why: str = ""
+) -> Decision:
+    source, reason = choice
+    text = f"across, shard {line.shard} of {line.shards}: {reason}{why}"
+    return Give(member, record, source.worker, text, source.from_host, to_host, part=line)
+
+
+def _rank(chosen: list[Choice]) -> tuple[object, ...]:
+    """Of cuts: sound sources before others, near before far, idle before busy; then few before many."""
+    found = [candidate for candidate, _ in chosen]
+    return (
+        any(each.is_doubtful for each in found),
+        any(each.is_withdrawing for each in found),
+        sum(not each.is_same_site for each in found),
+        any(each.is_slow for each in found),
+        max(each.load for each in found),
+        any(each.published for each in found),
+        len(found),
+    )
+
+
+# --- Who may read what now: gives a worker its read, takes it back, and looks for another source where its own
+# leaves.
+#
+# `decide_read` yields one decision after another. Each is carried out before it goes on, so the next follows from it.
+
+
+def decide_read(state: State, model: Model, member: Member, wanted: Wanted | None) -> Iterator[Decision]:
+    """Give this worker the read that it should have now, or none. It is here.
+
+    One that has gone keeps what it has until it is back or its lease ends: it would not hear of another, and a source
+    would wait in vain.
+    """
+    current = state.reads.current.get(member.worker)
+    record = model.versions.get(wanted.version) if wanted is not None else None
+    if wanted is None or record is None:
+        if current is not None:
+            yield from take_back(state, member)
+        return
+    is_wanted = current is not None and (current.version, current.grant.to_host) == wanted
+    if current is not None and is_wanted and current.part is not None:
+        yield from keep_up(state, model, record, member, wanted)
+        if is_short(state, member) and _is_had_in_its_line(state, model, record, member):
+            yield from _begin_anew(state, model, record, member, wanted)
+        return
+    if (
+        current is not None
+        and is_wanted
+        and facts.serves(state, current.source, current.version, current.grant.from_host)
+    ):
+        may_come_back = state.is_recovering and current.source not in state.members
+        is_fixed = current.shares or may_come_back
+        if not is_fixed and (yield from _moves(state, model, record, member, current)):
+            return
+        source = state.members.get(current.source)
+        if source is None or not _is_to_be_left(state, source, current):
+            return
+        waits_for_us = not current.grant.from_host and retention.waits_for_its_readers(state, source, current.version)
+        # it has a part and does nothing for the rest: where that is all read, any that has the whole is better
+        is_paused = not facts.is_leaving(source, current.version, current.grant.from_host)
+        is_stuck = is_paused and selection.is_held_up(state, current)
+        may_leave, may_doubt = waits_for_us, not facts.is_here(state, source)
+        others = [
+            candidate
+            for candidate in sources.candidates(state, model, record, member)
+            if (is_stuck and candidate.is_full)
+            or ((may_leave or not candidate.is_withdrawing) and (may_doubt or not candidate.is_doubtful))
+        ]
+        is_cut = _is_impatient(source, current.version) and not current.grant.from_host
+        if choose_source(others, now=state.now) is None and not is_cut:
+            if is_stuck or source.turns_lost > member.turns_lost:  # it was to read for both, and does not
+                yield from instead_of(state, model, record, member, current, is_in_need=is_stuck)
+            return
+    yield from _begin_anew(state, model, record, member, wanted)
+
+
+def _begin_anew(
+    state: State, model: Model, record: VersionRecord, member: Member, wanted: Wanted
+) -> Iterator[Decision]:
+    """Instead of what it reads it is given the best that there is."""
+    yield from take_back(state, member)
+    if wanted.to_host and any(read.is_void for read in state.reads.of(member.worker)):
+        return  # in its own time: were it stopped, each new version would leave one more source waiting for it
+    yield from _grant(state, model, record, member, to_host=wanted.to_host)
+
+
+def _is_had_in_its_line(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
+    """Somebody of its own line has all of the version, and lives.
+
+    Better one that was too slow for it, or that wants to leave the version, than none.
+    """
+    return member.line in record.roots and any(
+        candidate.is_full
+        and candidate.avoided_until <= state.now
+        and not facts.is_doubtful(state, state.known(candidate.worker))
+        for candidate in sources.candidates(state, model, record, member)
+    )
+
+
+def _moves(
+    state: State, model: Model, record: VersionRecord, member: Member, current: OpenRead
+) -> Generator[Decision, None, bool]:
+    """It is given a better source.
+
+    Also if its own has no session any more: that may well go on serving. But nothing may come from it for ever, and the
+    reader need not find out: one that was filling still says that it has no more yet, or its memory alone is read.
+    """
+    if (yield from sources.leave_slow(state, model, record, member, current)):
+        return True
+    is_in_vain = selection.brings_nothing(state, current)
+    is_tried = current.pace.is_stuck or is_in_vain
+    if is_tried and (yield from instead_of(state, model, record, member, current, is_in_need=is_in_vain)):
+        return True
+    return current.source in state.members and (yield from sources.to_idle(state, model, record, member, current))
+
+
+def is_looking(state: State, member: Member, wanted: Wanted) -> bool:
+    """It has no source for what it should be reading, or one that it is to leave as soon as there is another."""
+    current = state.reads.current.get(member.worker)
+    if current is None or (current.version, current.grant.to_host) != wanted:
+        return True
+    if current.part is not None:
+        return is_looking_across(state, member, wanted)
+    source = state.members.get(current.source)
+    if source is None or not facts.serves(state, current.source, current.version, current.grant.from_host):
+        return True
+    return _is_to_be_left(state, source, current)
+
+
+def _is_to_be_left(state: State, source: Member, read: OpenRead) -> bool:
+    """Its source wants to leave what is read there; or it is paused.
+
+    A source is paused that has only a part of the version, and nothing to read the rest from: it has something else to
+    do.
+    """
+    from_host = read.grant.from_host
+    if facts.is_undecided_there(state, source, read.version, from_host):
+        return False  # as far as is known it serves
+    if facts.is_leaving(source, read.version, from_host):
+        return True
+    if facts.is_full(source, read.version, from_host):
+        return False
+    its_own = state.reads.current.get(read.source)
+    if its_own is None or its_own.version != read.version or its_own.grant.to_host != from_host:
+        return True
+    return not from_host and retention.waits_for_its_readers(state, source, read.version)
+
+
+def _is_impatient(source: Member, version: Version) -> bool:
+    buffer = source.content.buffer
+    return isinstance(buffer, Withdrawing) and buffer.version == version and buffer.impatient
+
+
+def _grant(state: State, model: Model, record: VersionRecord, member: Member, *, to_host: bool) -> Iterator[Decision]:
+    if (yield from _read_across(state, model, record, member, to_host=to_host)):
+        return
+    if member.line not in record.roots:  # only such as are filling have reported: nobody could say what is good
+        if layouts.can_cross(record, member.line):
+            yield from see_that_it_begins(state, model, record, member)
+        return
+    if to_host and (yield from _share(state, model, record, member)):
+        return
+    possible = sources.to_choose_from(state, model, record, member)
+    found = admission.allowed(state, model, member, possible)
+    choice = choose_source(found, now=state.now)
+    if choice is None:
+        best = choose_source(possible, now=state.now)
+        if found:
+            yield LookAgain(member, min(candidate.avoided_until for candidate in found))
+        elif best is not None:
+            yield from admission.wait_for(state, model, member, possible, best[0])
+        return
+    source, reason = choice
+    yield Give(member, record, source.worker, reason, source.from_host, to_host)
+
+
+def _read_across(
+    state: State, model: Model, record: VersionRecord, member: Member, *, to_host: bool
+) -> Generator[Decision, None, bool]:
+    if not layouts.can_cross(record, member.line) or _has_sound_source(state, model, record, member):
+        return False
+    return (yield from set_out(state, model, record, member, to_host=to_host))
+
+
+def _has_sound_source(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
+    """Somebody of its own line has the version, or is getting it, and nothing is to be said against him."""
+    return any(
+        not candidate.is_doubtful
+        and not candidate.is_withdrawing
+        and candidate.avoided_until <= state.now
+        and not _waits_to_begin(state, record, candidate)
+        for candidate in sources.to_choose_from(state, model, record, member)
+    )
+
+
+def _waits_to_begin(state: State, record: VersionRecord, source: Candidate) -> bool:
+    """It has nothing of the version yet, and cannot begin to read it."""
+    read = state.reads.current.get(source.worker)
+    return read is not None and read.version == record.version and selection.cannot_begin(state, read)
+
+
+def _share(state: State, model: Model, record: VersionRecord, member: Member) -> Generator[Decision, None, bool]:
+    """Let it map the host copy of another worker of its host, or wait for one that is being fetched."""
+    found = admission.allowed(state, model, member, sources.copies_to_share(state, model, record, member))
+    choice = choose_source(found, now=state.now)
+    if choice is not None:
+        source, reason = choice
+        yield Give(member, record, source.worker, f"{reason}; shared", source.from_host, to_host=True, shares=True)
+        return True
+    until = sources.awaited_until(state, model, record, member)
+    if until is not None:
+        yield LookAgain(member, until)
+    return until is not None
+
+
+# --- What a member waits for, as things are: what has to change elsewhere before there is something new for it.
+#
+# What it hears of its own its own report leads to. What becomes of its source, of who reads from it, and of its replica
+# leads to it anyway.
+
+
+def interests_of(
+    state: State, model: Model, replica: Replica, member: Member, wanted: Wanted | None
+) -> tuple[Topic, ...]:
+    """The topics that the member waits for. `wanted` is what it should be reading."""
+    line, content, call = member.line, member.content, replica.call
+    found: list[Topic] = []
+    if wanted is not None and is_looking(state, member, wanted):
+        found.append(sources_of(wanted.version, line))
+        if layouts.can_cross(model.look_up(wanted.version), line):
+            found += [sources_of(wanted.version, each) for cut in model.cuts for each in cut]
+    is_leaving = isinstance(content.buffer, Withdrawing) and not member.is_drained
+    if isinstance(content.buffer, Withdrawing) and is_leaving:
+        found.append(references_of(content.buffer.version, line))
+    if content.copies:
+        found += [references_of(copy.version, content.line_of(copy.version, is_copy=True)) for copy in content.copies]
+    if line.is_boxed:  # who has it in another cut counts too
+        kept = [topic[1] for topic in found if topic[0] == "references" and topic[1] is not None]
+        found += [references_of(version, each) for version in kept for cut in model.cuts for each in cut]
+    if retention.leaves_last(state, member):  # until others have what they are on their way to, or give it up
+        found.append(ARRIVALS)
+        if call is not None and call.version is not None:
+            found += [references_of(call.version, each) for cut in model.known_cuts() for each in cut]
+    is_open = call is not None and not call.is_over
+    if call is not None and is_open:
+        found += [loss_of(call.version)] if call.version is not None else [SERVICE]
+    is_electable = member.hello.prefetch != "never" and len(model.sites) > 1
+    fetches = member.report.prefetch is not None or member.hello.prefetch == "always" or is_electable
+    is_unresolved = call is not None and is_open and call.version is None
+    if is_unresolved or is_leaving or fetches or content.copies or member.report.closing:
+        found.append(NEWS)
+    return tuple(dict.fromkeys(found)) if found else ()

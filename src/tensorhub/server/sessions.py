@@ -1,0 +1,719 @@
+"""Sessions and reports: how a worker joins, reports and leaves, and what a restarted server waits for."""
+
+from collections import deque
+from math import inf
+
+from msgspec.structs import replace
+
+from ..protocol.messages import (
+    Failure,
+    Filling,
+    Grant,
+    Hello,
+    Holding,
+    HostCopy,
+    LayoutInfo,
+    Poisoned,
+    Report,
+    Roster,
+    TicketFailure,
+)
+from ..protocol.names import Digest, Ticket, WorkerId
+from . import apply, evidence
+from . import state as facts
+from .groups import Replica
+from .members import ARRIVALS, NEWS, NOTHING, TRIES_A_TURN, Avoided, Content, Member, OpenRead, Place, Told, sources_of
+from .rules import admission, calls, reads, selection
+from .rules.sources import Wanted
+from .state import State
+from .versions import Model, are_equal
+
+# --- How a restarted server finds out that nobody is missing, and what every server does for that (decision 0021).
+#
+# Rules:
+# - With all orders a worker gets the *roster*: who lives of its model. It shows the newest in its reports. The roll
+# call
+#   of a new life is over when exactly those on the newest roster have shown one, and have heard this life.
+# - Nobody is granted a read, a publish or a claim before another worker knows of it, its *witness*.
+# - While the roll is called nobody gets a roster, and nobody reads from a worker that has not heard this life.
+# - A worker that has lived before and is not on the roll is a *stranger*. For one lease it is not drained, and gets no
+#   roster.
+#
+# It must never end a roll call by what a worker cannot prove. Called by the server machine, whose tables it changes.
+
+
+def begin_roll_call(state: State, model: Model, member: Member, report: Report) -> None:
+    """A session has begun, with that report."""
+    roll = model.roll
+    roll.begin(member.worker, member.session, state.notary.session(member.worker, member.session))
+    if not report.session:
+        return
+    told = report.roster
+    if roll.is_over or told is None or not _is_proved(state, model, told):
+        member.is_stranger = True
+        return
+    roll.answered.add(state.notary.session(member.worker, report.session))
+    roll.unaware[member.worker] = None
+    if roll.shown is None or told.number > roll.shown.number:
+        roll.shown = told
+
+
+def end_roll_call(state: State, model: Model, member: Member) -> None:
+    """The session is over."""
+    model.roll.end(member.worker, state.notary.session(member.worker, member.session))
+
+
+def hear(state: State, model: Model, member: Member) -> None:
+    """What follows from its report for the roll, and for who waits for a witness."""
+    roll, told = model.roll, member.report.roster
+    if member.report.session != member.session:
+        return  # it has not heard of this session yet: what it shows is of a former one
+    for worker in member.awaited_by:
+        state.mark_dirty(worker)
+    member.awaited_by = {}
+    roll.unaware.pop(member.worker, None)
+    if not roll.is_over:
+        if roll.is_complete:
+            state.counters["roll_calls_answered"] += 1
+            close(state, model)
+    elif told is not None and told.number > roll.upto and member.worker in roll.witnessed:
+        for worker in roll.witness(told.number) if _is_proved(state, model, told) else ():
+            state.mark_dirty(worker)
+    if not admission.is_asked(model, member):
+        member.asked_since = inf
+
+
+def close(state: State, model: Model) -> None:
+    """The roll call is over: nobody is missing, or a lease is over."""
+    roll = model.roll
+    roll.is_over = True
+    roll.witness(state.next_number())  # the first roster has all who are here
+    roll.shown, roll.unaware = None, {}
+    evidence.judge_doubted(state, model)
+    model.changed.update(dict.fromkeys(model.versions))
+    state.mark_everyone_dirty(model)
+    for name in state.bound.get(model.name, ()):
+        state.mark_waiting_dirty(state.models[name], NEWS)
+
+
+def end_recovery(state: State) -> None:
+    """A lease is over: whoever has not reported has no session any more."""
+    state.is_recovering = False
+    for model in state.models.values():
+        model.is_listening = False
+        if not model.roll.is_over:
+            close(state, model)
+        model.changed.update(dict.fromkeys(model.versions))
+        state.mark_everyone_dirty(model)
+
+
+def _is_proved(state: State, model: Model, told: Roster) -> bool:
+    """A server with this key has said so."""
+    return are_equal(state.notary.roster(model.name, told.number, told.count, told.digest), told.receipt)
+
+
+# --- what orders carry ------------------------------------------------------------------------------------------------
+
+
+def roster_for(state: State, model: Model, member: Member) -> Roster | None:
+    """What it is to show to the next life of the server."""
+    roll = model.roll
+    if not roll.is_over or admission.is_strange(state, member):
+        return None
+    if roll.roster is None:
+        number, count, digest = state.next_number(), roll.living.count, roll.living.digest
+        roll.roster = Roster(number, count, digest, state.notary.roster(model.name, number, count, digest))
+    return roll.roster
+
+
+# --- What a report changes in the server's tables. Called by the server machine, whose tables these are.
+
+
+MAX_LATELY = 16  # reads that have ended, of which the usual rate is known: the better half of a small fleet's update
+
+
+def take_report(state: State, member: Member, report: Report, arrived: float) -> None:
+    """Take in a report that came at `arrived`, in time awake."""
+    member.note_heard(max(state.now, arrived), state.settings)
+    member.is_doubted = False
+    before, member.report = member.report, report
+    model, replica = state.place(member)
+    former = member.content
+    if report.layout != before.layout:
+        apply.note_line(state, member)
+    evidence.take_content(state, model, replica, member, before)
+    note_fed(state, member, former)
+    take_reads(state, member, before)
+    take_call(state, replica, member, before)
+    hear(state, model, member)
+
+
+def count(state: State, report: Report) -> None:
+    """A report has come; numbers in it may be above any that this server has heard of."""
+    state.counters["reports"] += 1
+    if not state.numbers.learn(report):
+        state.counters["odd_numbers"] += 1
+
+
+def take_layout(state: State, layout: LayoutInfo) -> None:
+    """The tensors that some worker has registered: to name the one that differs, and for who asks what a version is."""
+    state.counters["layouts"] += 1
+    state.layouts[layout.digest()] = state.layouts.pop(layout.digest(), layout)  # newest last
+    if len(state.layouts) > state.most_layouts:
+        _forget_layouts(state)
+
+
+def _forget_layouts(state: State) -> None:
+    """Those of no worker and no version, but for the newest: their workers may be about to report."""
+    used = {member.report.layout for member in state.members.all()}
+    for model in state.models.values():
+        used.update(layout for record in model.versions.values() for layout in record.layouts.values())
+    newest = list(state.layouts)[-max(1, state.settings.most_versions // 2) :]
+    used.update(newest)
+    state.layouts = {digest: layout for digest, layout in state.layouts.items() if digest in used}
+    state.most_layouts = max(state.settings.most_versions, 2 * len(state.layouts))  # so this is seldom
+
+
+def take_reads(state: State, member: Member, before: Report) -> None:
+    """What the worker reads, what it does not read any more, and what has failed."""
+    report, worker = member.report, member.worker
+    if report.across is not None or member.crossing is not None:
+        evidence.take_across(state, member, report.across)
+    reads = state.reads.of(worker) if report.failures else []
+    close_reads(state, member, report.closed, report.over)
+    reading = report.reading
+    if reading is not None and state.is_recovering and _may_adopt(state, worker, report):
+        text = "granted before a restart"
+        grant = Grant(
+            *(reading.ticket, reading.version, Digest(""), reading.source, (), text),
+            from_host=reading.from_host,
+            to_host=reading.to_host,
+            shares=reading.shares,
+        )
+        behind = state.reads.readers_behind(worker, reading.version)
+        is_void = reading.source in behind or state.reads.current.get(worker) is not None
+        state.open_read(OpenRead(grant, worker, member.line, is_void, shares=reading.shares))
+    _note_sharing(state, member)
+    note_pace(state, member)
+    note_call(member)
+    known = [failure.ticket for failure in before.failures]
+    for failure in report.failures:
+        if failure.ticket not in known:
+            _count_failure(state, member, failure, reads)
+
+
+def _note_sharing(state: State, member: Member) -> None:
+    """It could not map the host copy that it was to share, and reads it now: others may read behind it."""
+    reading = member.report.reading
+    for read in state.reads.of(member.worker) if reading is not None and not reading.shares else ():
+        if reading is not None and read.ticket == reading.ticket and read.shares:
+            read.shares, member.alone_until = False, state.now + state.settings.leave_s
+            state.counters["unshared"] += 1
+            state.mark_waiting_dirty(state.models[member.hello.model], sources_of(read.version, read.line))
+
+
+def note_call(member: Member) -> None:
+    """What has failed is counted for each call."""
+    call = member.report.call
+    number = call.number if call is not None else 0
+    if number != member.call_number:
+        member.call_number, member.failures, member.chunks, member.avoided = number, 0, 0, {}
+
+
+def _count_failure(state: State, reader: Member, failure: TicketFailure, reads: list[OpenRead]) -> None:
+    """What follows from a failed read: for its reader, and for all who might choose that source too.
+
+    `reads`: those that its reader had until then.
+    """
+    if reader.chunks_in_place > reader.chunks:
+        reader.chunks, reader.failures = reader.chunks_in_place, 0
+    reader.failures += 1
+    reader.in_vain += 1
+    if reader.in_vain % TRIES_A_TURN == 0:
+        model = state.models[reader.hello.model]
+        state.mark_waiting_dirty(model, NEWS)  # another one may be elected
+        if model.closing and reader.told is not None and reader.told.fetch is not None:
+            state.mark_everyone_dirty(model)  # or be the heir
+    avoided = reader.avoided.setdefault(failure.source, Avoided(0.0, 0))
+    avoided.times += 1
+    read = next((read for read in reads if read.ticket == failure.ticket), None)
+    record = state.models[reader.hello.model].versions.get(read.version) if read is not None else None
+    is_for_good = failure.code == "corrupt-transfer" and (
+        avoided.times > 1 or (record is not None and record.refused.get(failure.source, -inf) > state.now)
+    )
+    avoided.until = inf if is_for_good else state.now + state.settings.avoid_s
+    if record is not None and failure.code == "corrupt-transfer":
+        record.refused[failure.source] = state.now + state.settings.leave_s
+    source = state.members.get(failure.source)
+    has_ended = read is not None and read.part is not None and reader.report.across is None
+    if failure.code == "source-lost" and has_ended and avoided.times > 1:
+        # A source that is here and ends the read again cannot show all that this reader wants.
+        avoided.until = inf if source is not None and facts.is_here(state, source) else avoided.until
+    if source is not None:
+        source.is_doubted = True
+    state.counters["failed_reads"] += 1
+
+
+def _may_adopt(state: State, worker: WorkerId, report: Report) -> bool:
+    """A server before this one may have granted what the worker reads."""
+    reading = report.reading
+    if reading is None or any(read.ticket == reading.ticket for read in state.reads.of(worker)):
+        return False  # it is known
+    return reading.ticket > report.closed and state.numbers.is_ours(reading.ticket)
+
+
+def close_reads(state: State, member: Member, upto: Ticket | None, beside: tuple[Ticket, ...] = ()) -> None:
+    """The member reads no ticket up to this one any more; it counts as a holder only by what it has."""
+    model = state.models[member.hello.model]
+    for read in state.close_reads(member.worker, upto, beside):
+        _note_one_reader_less(state, model, read)
+        state.mark_waiting_dirty(model, sources_of(read.version, read.line))  # it is behind nobody any more
+        record = model.versions.get(read.version)
+        _note_ended(state, model, member, read)
+        still = state.reads.current.get(member.worker)
+        is_read = still is not None and still.version == read.version
+        if record is not None and not is_read and (read.version, read.line) not in member.content.places:
+            model.remove_holder(record, member.worker, read.line)
+
+
+def _note_one_reader_less(state: State, model: Model, read: OpenRead) -> None:
+    """Its source may have waited for that, if it wants to leave what it has."""
+    source = state.members.get(read.source)
+    is_poisoned = source is not None and isinstance(source.content.buffer, Poisoned)
+    if is_poisoned or model.watches.is_waiting(read.source):
+        state.mark_dirty(read.source)
+
+
+def take_call(state: State, replica: Replica, member: Member, before: Report) -> None:
+    """What the worker's caller waits for."""
+    report, is_first = member.report, not before.number
+    former = replica.call
+    was_over, was_ended, was_finished = former is None or former.is_over, replica.ended, replica.finished
+    held = report.buffer.version if isinstance(report.buffer, Holding) else None
+    ended, seen, missed = (report.ended, report.finished), report.seen, report.missed
+    replica.note_ended(member.shard, *ended, seen=seen, missed=missed, held=held)
+    if report.call is None or report.ended != before.ended:
+        replica.bereft.pop(member.shard, None)  # the call that another could not make is over here
+    if missed is not None and replica.ended != was_ended and not state.is_recovering:
+        _note_bereft(state, replica, member, missed)
+    if report.call is not None:
+        is_put = report.ended != report.call.number - 1
+        seen, last = report.seen, state.numbers.last
+        replica.arrive(member.shard, report.call, now=state.now, is_first=is_first, is_put=is_put, seen=seen, last=last)
+        _note_doubt(state, replica)
+        _take_inherited(state, replica, member)
+    if replica.finished != was_finished:
+        for sibling in [state.members.get(worker) for worker in replica.members.values()]:
+            if sibling is not None:
+                _take_inherited(state, replica, sibling)
+    if former is not replica.call:
+        apply.release(state, state.models[member.hello.model], former, replica)
+    if (former is not None and former.is_over and not was_over) or replica.ended != was_ended:
+        state.mark_replica_dirty(replica)
+
+
+def _take_inherited(state: State, replica: Replica, member: Member) -> None:
+    model = state.models[member.hello.model]
+    if evidence.take_inherited(state, model, replica, member):
+        evidence.judge_content(state, model, replica, member, member.report)
+
+
+def _note_bereft(state: State, replica: Replica, member: Member, missed: Failure) -> None:
+    """It could not make its call. Its siblings were in theirs, as was heard before: there, or on their way there."""
+    for shard, worker in replica.members.items():
+        sibling = state.members.get(worker)
+        if shard != member.shard and sibling is not None and sibling.report.call is not None:
+            replica.note_bereft(shard, member.shard, sibling.report.call, missed)
+
+
+def _note_doubt(state: State, replica: Replica) -> None:
+    """The siblings of a shard that has come may have ended the call that they were in: all are asked."""
+    call = replica.call
+    if call is not None and call.is_doubted and not call.doubted:
+        call.doubted = state.next_number()
+        state.mark_replica_dirty(replica)
+
+
+# --- how a read goes --------------------------------------------------------------------------------------------------
+
+
+def note_fed(state: State, source: Member, former: Content) -> None:
+    """It has more of a version than before: a reader that had all of that until now can get something only now."""
+    for had in (former.buffer, *former.copies):
+        if not isinstance(had, (Filling, HostCopy)) or (isinstance(had, HostCopy) and had.whole):
+            continue
+        from_host = isinstance(had, HostCopy)
+        is_whole = facts.is_full(source, had.version, from_host)
+        if not is_whole and source.done(from_host=from_host, version=had.version) <= had.done:
+            continue
+        source.in_vain = 0
+        for read in state.reads.from_source(source.worker):
+            reader = state.members.get(read.reader)
+            if reader is None or (read.version, read.grant.from_host) != (had.version, from_host):
+                continue
+            if reader.filled(read.version, to_host=read.grant.to_host)[0] >= had.done:
+                read.pace.wait(state.now)
+
+
+def note_pace(state: State, reader: Member) -> None:
+    """What the reader's report says of its open read."""
+    told, now = reader.report.reading, state.now
+    read = state.reads.current.get(reader.worker)
+    if told is None or read is None or told.ticket != read.ticket:
+        return
+    done, chunks, is_filled = reader.filled(read.version, to_host=read.grant.to_host)
+    if told.is_opened and not is_filled:
+        read.pace.rest(now)  # it has the manifest, and waits for its buffer
+        read.began_at = now
+        return
+    chunk_bytes = reader.report.size_bytes // chunks if chunks > 0 else 0
+    arrived = max(0, told.arrived_bytes)
+    window_s = selection.pace_window_s(state)
+    read.pace.note(now, arrived_bytes=arrived, done=done, chunk_bytes=chunk_bytes, over_s=window_s)
+    if reader.paced != read.version:
+        reader.paced, reader.best, reader.moves, reader.may_move_at = read.version, {}, 0, -inf
+    source = state.members.get(read.source)
+    if source is not None and read.pace.rate is not None:
+        tier = selection.tier_of(state, read)
+        reader.best[tier] = max(reader.best.get(tier, 0.0), read.pace.rate)
+    if source is not None:
+        its_own = selection.own_pace(state, read)
+        is_hopeless = its_own is not None and (
+            selection.cannot_begin(state, its_own) or (its_own.pace.is_stuck and selection.is_held_up(state, its_own))
+        )
+        has_no_more = source.filled(read.version, to_host=read.grant.from_host)[0] <= done
+        if its_own is not None and has_no_more and not is_hopeless:
+            read.pace.wait(now)
+        rates = [one.pace.rate or 0.0 for one in state.reads.from_source(read.source) if not one.is_void]
+        source.capacity.note(now, sum(rates), 4 * window_s)
+
+
+def _note_ended(state: State, model: Model, reader: Member, read: OpenRead) -> None:
+    """A read is over. If it has brought all that was missing, those that come later are compared with it."""
+    is_whole = reader.has_whole_copy(read.version) if read.grant.to_host else reader.holds(read.version)
+    took_s = state.now - read.began_at
+    if read.is_void or read.part is not None or not is_whole or took_s <= 0.0 or state.members.get(read.source) is None:
+        return
+    rates = model.lately.setdefault(selection.tier_of(state, read), deque(maxlen=MAX_LATELY))
+    rates.append(reader.report.size_bytes * (1.0 - read.had) / took_s)
+
+
+# --- Reports from which nothing follows: who sends one is told again what it was told last.
+#
+# Most reports are such:
+# - A worker lives and does nothing.
+# - Its read goes on, and its source is good enough.
+# - Its caller has got the answer that the server gave.
+#
+# It must never take a report so while there is something new that its worker could hear of with it. The judge of missed
+# wake-ups holds it to that.
+
+
+def take(state: State, report: Report, sender: str, arrived: float) -> Member | None:
+    """Take in such a report, which came at `arrived`, in time awake. Returns who sent it; None: it is not such a one.
+
+    Somebody may have to be decided for afterwards, above all the reporter if its source is not good enough any more.
+    """
+    member = _known(state, report, sender)
+    if member is None or member.told is None:
+        return None
+    model, told = state.models[member.hello.model], member.told
+    if report.call != member.report.call:
+        if not _has_heard_the_end(state, model, member, report, told):
+            return None
+        told = replace(told, answer=None, receipts={})
+    elif isinstance(report.buffer, Filling):
+        if not _goes_on(state, model, member, report, told):
+            return None
+    elif not _is_still(state, model, member, report):
+        return None
+    _take_in(state, model, member, report, arrived)
+    member.told = replace(told, witness=admission.is_asked(model, member)) if told.witness else told
+    return member
+
+
+def _known(state: State, report: Report, sender: str) -> Member | None:
+    """The member, if it could be told again what it was told last: it is here, and nobody waits for a word of it."""
+    hello = state.hellos.get(sender)
+    member = state.members.get(state.speakers[sender]) if hello is not None else None
+    if member is None or hello is None or state.is_recovering or state.dirty:
+        return None
+    if member.hello.life != hello.life or report.number <= member.report.number or report.leaving:
+        return None
+    if report.session != member.session or member.is_doubted or member.awaited_by:
+        return None
+    model = state.models[hello.model]
+    if calls.is_asked(model.replicas[hello.replica], member):
+        return None
+    is_witnessed = member.worker in model.roll.witnessed
+    return member if is_witnessed and facts.is_here(state, member) else None
+
+
+def _take_in(state: State, model: Model, member: Member, report: Report, arrived: float) -> None:
+    """All that follows from it, for its sender alone."""
+    count(state, report)
+    member.note_heard(max(state.now, arrived), state.settings)
+    member.report = report
+    note_call(member)
+    read = state.reads.current.get(member.worker)
+    if read is not None:
+        former = member.content
+        member.content = Content(report.buffer, former.copies, member.line)
+        note_fed(state, member, former)
+        note_pace(state, member)
+        apply.carry_out(state, reads.decide_read(state, model, member, Wanted(read.version, False)))
+    hear(state, model, member)
+
+
+# --- which reports they are -------------------------------------------------------------------------------------------
+
+
+def _is_still(state: State, model: Model, member: Member, report: Report) -> bool:
+    """It waits for nothing, and nothing has happened to anybody since it was decided for."""
+    if member.settled_at != state.happened or model.watches.is_waiting(member.worker):
+        return False
+    return not state.reads.of(member.worker) and is_same(report, member.report)
+
+
+def _goes_on(state: State, model: Model, member: Member, report: Report, told: Told) -> bool:
+    """Its buffer is being filled by the read that it was granted, and it waits for nothing but the end of that."""
+    read, before, answer = state.reads.current.get(member.worker), member.report, told.answer
+    if read is None or read.grant is not told.grant or read.grant.to_host or not is_progress(report, before):
+        return False
+    for reading in (report.reading, before.reading):
+        if reading is None or reading.ticket != read.ticket or reading.is_opened:
+            return False
+    has_its_answer = answer is not None and answer.version == read.version and answer.waiting is None
+    return has_its_answer and not model.watches.waits_for_more(member.worker, than="loss")
+
+
+def _has_heard_the_end(state: State, model: Model, member: Member, report: Report, told: Told) -> bool:
+    """Its caller has the version of its call, as the server has said, and calls nothing more yet."""
+    before, call = member.report, model.replicas[member.hello.replica].call
+    if report.call is not None or before.call is None or call is None or not call.is_finished:
+        return False
+    if not before.call.number == call.number == report.ended == report.finished:
+        return False
+    has_heard = told.answer is not None and told.answer.finished and _shows_what_it_was_told(report, before, told)
+    is_idle = not model.watches.is_waiting(member.worker) and not state.reads.of(member.worker)
+    is_all = report.buffer == before.buffer and report.reading == before.reading and _is_same_else(report, before)
+    return has_heard and is_idle and is_all
+
+
+def _shows_what_it_was_told(report: Report, before: Report, told: Told) -> bool:
+    """Each receipt in it is one that the worker has shown before, or that it was given last."""
+    known = {**before.receipts, **told.receipts}
+    return all(known.get(version) == receipt for version, receipt in report.receipts.items())
+
+
+# --- what a report tells that the one before did not ------------------------------------------------------------------
+
+
+def is_same(report: Report, before: Report) -> bool:
+    """Nothing new but that its worker lives, and what it has heard. Of one that has no read open."""
+    return report.buffer == before.buffer and report.reading == before.reading and _is_same_beside(report, before)
+
+
+def is_progress(report: Report, before: Report) -> bool:
+    """Nothing new but that the fill of its buffer has gone on."""
+    now, then = report.buffer, before.buffer
+    if not (isinstance(now, Filling) and isinstance(then, Filling) and now.version == then.version):
+        return False
+    return now.done >= then.done and report.closed == before.closed and _is_same_beside(report, before)
+
+
+def _is_same_beside(report: Report, before: Report) -> bool:
+    """The same call and receipts, and everything else but its buffer and its read."""
+    return (
+        report.call == before.call
+        and (report.ended, report.finished, report.receipts) == (before.ended, before.finished, before.receipts)
+        and _is_same_else(report, before)
+    )
+
+
+def _is_same_else(report: Report, before: Report) -> bool:
+    return (
+        report.session == before.session
+        and (report.prefetch, report.stops) == (before.prefetch, before.stops)
+        and (report.claim, report.claimed_in) == (before.claim, before.claimed_in)
+        and (report.across, report.over, report.missed) == (before.across, before.over, before.missed)
+        and (report.failures, report.copy_error, report.copies_left)
+        == (before.failures, before.copy_error, before.copies_left)
+        and report.size_bytes == before.size_bytes
+        and not report.leaving
+        and evidence.content_beside(report) == evidence.content_beside(before)
+    )
+
+
+# --- How a session begins and ends in the server's tables. Called by the server machine, whose tables these are.
+
+
+def begin(state: State, hello: Hello, sender: str, report: Report) -> Member:
+    """Somebody who has no session has reported."""
+    model = state.models.get(hello.model)
+    state.left.pop(hello.model, None)
+    if model is None:
+        if len(state.models) >= state.settings.most_models and (old := state.model_to_forget()) is not None:
+            state.forget_model(old)
+        model = state.models[hello.model] = Model(hello.model, hello.shards, state.settings.most_versions)
+        model.is_listening, model.keeps_established = state.is_recovering, state.settings.keep_established
+        model.roll.is_over, model.others = not state.is_recovering, state.models
+    if not model.replicas:
+        model.cuts = {}
+        if not report.session:  # a new job: what those before it wanted kept is over with them
+            model.retain = 0
+    model.shards = hello.shards
+    replica = model.replicas.setdefault(hello.replica, Replica(hello.replica, hello.shards))
+    member = Member(hello, sender, state.next_number(), state.now + state.settings.lease_s)
+    member.note_heard(state.now, state.settings)
+    member.former_session, member.former_seen = report.session, report.seen
+    replica.join(hello.shard, member.worker, is_in_call=report.call is not None)
+    state.members.add(member)
+    state.note_size()
+    begin_roll_call(state, model, member, report)
+    _take_place(state, model, member)
+    if hello.retain > state.settings.most_retain:
+        text = f"{hello.worker} asks to keep {hello.retain} versions, and may ask for {state.settings.most_retain}"
+        state.said.append(f"{text}: TENSORHUB_MOST_RETAIN of this server")
+    model.retain = max(model.retain, state.settings.retain_of(hello.retain, is_reliable=hello.reliable))
+    state.counters["sessions"] += 1
+    return member
+
+
+def end(state: State, member: Member, why: str) -> None:
+    """It has left, or died, or gave way."""
+    model, replica = state.place(member)
+    had = concerned(state, member)
+    if member.is_connected:
+        state.spent[member.sender] = None
+    close_reads(state, member, None)
+    model.move(member.worker, member.content, NOTHING)
+    awaited_since = state.now if _is_of_a_former_job(state, replica, member) else None
+    replica.lose(member.shard, why, is_awaited_since=awaited_since)
+    model.forget(member.worker)
+    _leave_place(state, model, member)
+    del state.members[member.worker]
+    state.note_size()
+    end_roll_call(state, model, member)
+    state.forget(member.worker)
+    if replica.is_empty:
+        apply.release(state, model, replica.call, replica)
+        del model.replicas[replica.name]
+    if not model.replicas:
+        state.left[model.name] = state.now
+        state.forget_at = min(state.forget_at, state.now + state.settings.lease_s)
+    if model.closing or len(model.sites) > 1:
+        state.mark_everyone_dirty(model)
+    else:
+        state.mark_replica_dirty(replica)
+        state.mark_concerned_dirty(model, had)
+        state.mark_readers_dirty(member.worker)
+        state.mark_waiting_dirty(model, ARRIVALS)
+    apply.offer_keeper(state, model, member)
+    apply.note_changed_versions(state)  # what is lost with it is said at once, though nobody may be dirty
+
+
+def forget_models(state: State) -> None:
+    """Models that no worker was of for a lease are forgotten.
+
+    One that has had a version is not: its numbers are used once only (G3), as long as this server lives (G9).
+    """
+    unnamed = {name: since for name, since in state.left.items() if state.models[name].newest is None}
+    state.forget_at = inf
+    for name, since in unnamed.items():
+        if since + state.settings.lease_s > state.now:
+            state.forget_at = since + state.settings.lease_s
+            break
+        state.forget_model(name)
+
+
+def _take_place(state: State, model: Model, member: Member) -> None:
+    """It is where its hello says, is of that set, and counts for retention if it says so."""
+    hello = member.hello
+    if model.companions.join(member.worker, hello.companions):
+        _note_sets(state, model)
+    model.take_place(member.worker, hello.site, hello.host)
+    if hello.reliable:
+        apply.note_company(state, model, member.line)
+        model.reliable.setdefault(member.line, {})[member.worker] = None
+
+
+def _leave_place(state: State, model: Model, member: Member) -> None:
+    if model.companions.leave(member.worker, member.hello.companions):
+        _note_sets(state, model)
+    if model.reliable.get(member.line, {}).pop(member.worker, 0) is None:
+        apply.note_company(state, model, member.line)
+        apply.note_leaver(model, member.line)
+    model.leave_place(member.worker, member.hello.site, member.hello.host)
+
+
+def _note_sets(state: State, model: Model) -> None:
+    """With which other models it belongs together is not what it was: what is to be kept follows from those too."""
+    names = model.companions.names
+    for name in [each for each, bound in state.bound.items() if model.name in bound and each not in names]:
+        del state.bound[name][model.name]
+        if not state.bound[name]:
+            del state.bound[name]
+    for name in names:
+        state.bound.setdefault(name, {})[model.name] = None
+    state.mark_everyone_dirty(model)
+
+
+def _is_of_a_former_job(state: State, replica: Replica, member: Member) -> bool:
+    """It has made calls, and of those who have come to the present one nobody ever has: it belongs to what was before.
+
+    A job that is started again at once meets what is left of its former self, until the leases of that end.
+    """
+    call = replica.call
+    if call is None or call.is_over or member.shard in call.arrived or not member.report.ended:
+        return False
+    others = [state.members.get(replica.members[shard]) for shard in call.arrived if shard in replica.members]
+    return bool(others) and all(other is not None and not other.report.ended for other in others)
+
+
+def connect(state: State, hello: Hello, sender: str) -> None:
+    """Somebody has said who it is, over that connection."""
+    state.hellos[sender], state.speakers[sender] = hello, hello.worker
+    member = state.members.get(hello.worker)
+    if member is not None:
+        was_reached, member.is_connected = member.is_connected, True
+        if member.sender != sender and member.sender in state.hellos:
+            state.spent[member.sender] = None  # what is late on the former line begins no session when this one is over
+        model = state.models[hello.model]
+        _leave_place(state, model, member)
+        member.sender, member.hello = sender, hello
+        _take_place(state, model, member)  # one that lies may be elsewhere now, or count where it did not
+        if not was_reached:
+            _note_reach(state, member)
+
+
+def disconnect(state: State, sender: str) -> None:
+    """The connection is gone."""
+    state.spent.pop(sender, None)
+    hello = state.hellos.pop(sender, None)
+    member = state.members.get(state.speakers.pop(sender)) if hello is not None else None
+    if member is not None and member.sender == sender:
+        member.is_connected = False
+        _note_reach(state, member)
+
+
+def _note_reach(state: State, member: Member) -> None:
+    """Whether it can be reached is not what it was: a source need not wait for it any more, or has to."""
+    model, replica = state.place(member)
+    state.mark_replica_dirty(replica)
+    state.mark_concerned_dirty(model, concerned(state, member))
+    state.mark_readers_dirty(member.worker)
+    state.mark_waiting_dirty(model, ARRIVALS)
+    for read in state.reads.of(member.worker):
+        state.mark_dirty(read.source)
+    apply.offer_keeper(state, model, member)
+
+
+def concerned(state: State, member: Member) -> list[Place]:
+    """The versions, and of which line, for which it matters to others what becomes of the member."""
+    found = dict.fromkeys(member.content.places)
+    found.update(((read.version, read.line), None) for read in state.reads.of(member.worker))
+    _, replica = state.place(member)
+    if replica.call is not None and replica.call.version is not None:
+        found[replica.call.version, member.line] = None
+    return list(found)

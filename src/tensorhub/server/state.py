@@ -1,0 +1,404 @@
+"""The server's state: its clock, its numbers, its tables, and the questions that several rules ask of them."""
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from math import inf
+
+from ..protocol.messages import Buffer, Filling, Hello, Holding, HostCopy, LayoutInfo, Poisoned, Report, Withdrawing
+from ..protocol.names import Digest, ModelName, Number, ReplicaName, Ticket, Version, WorkerId
+from ..protocol.settings import Settings
+from .groups import GroupCall, Replica
+from .members import WHOLE, Line, Member, Members, OpenRead, OpenReads, Place, Topic, references_of, sources_of
+from .versions import Model, Notary, are_equal
+
+# --- The time awake: the caller's clock, less the time for which the server stood still.
+#
+# While a lease runs, the server asks to be called at least as often as workers report. When it is called much later, it
+# stood still for that long: it was stopped, swapped out or moved. It heard nobody meanwhile, so that time does not
+# count.
+
+
+LATE = 0.5  # of the time between two reports: to be called later than that is a pause, not a slow timer or loop
+
+
+@dataclass
+class Clock:
+    """One life's time."""
+
+    now: float  # awake
+    started: float
+    paused_s: float = 0.0  # how far it lags behind the caller's
+
+    def advance(self, caller_now: float, *, due: float, report_s: float) -> bool:
+        """The caller's clock says `caller_now`; it was to call at `due`, in time awake. Returns whether it paused.
+
+        A pause counts from when the server wanted to be called, so between two pauses a lease loses the time of one
+        report: however often the server stands still, the dead are gone after as many calls as a lease has reports.
+        """
+        late_s = caller_now - (self.paused_s + due)
+        is_pause = late_s > LATE * report_s
+        if is_pause:
+            self.paused_s += late_s
+        awake = caller_now - self.paused_s
+        self.now = max(self.now, awake if late_s < 0 else max(awake, due))  # what was due is due, however it rounds
+        return is_pause
+
+
+# --- The numbers of one life of the server: they rise over all its lives, and nobody else can raise them.
+#
+# A life learns from the workers how far the one before it had come. A worker must not raise the numbers at will. So
+# numbers are given out in blocks, and each life signs the ceiling of its last block. Without a ceiling of another life
+# a number is believed up to one block above the first number of this life. No ceiling is believed above `MAX_CEILING`.
+
+
+BLOCK = 2**32  # one signature for as many; a life begins at the microseconds of the clock, and gives out far fewer
+MAX_CEILING = 2**56  # microseconds up to the year 4253, so no life comes near it; 2**62 - 2**56 numbers are left above
+
+
+class Numbers:
+    """Gives out the numbers of sessions, tickets and orders."""
+
+    def __init__(self, first: int, notary: Notary) -> None:
+        self.last = first
+        self._notary = notary
+        self._upto = first + BLOCK  # up to this number another life may have given them out
+        self._raise(first + BLOCK)
+
+    def _raise(self, ceiling: int) -> None:
+        self.ceiling = Number(ceiling)
+        self.receipt = self._notary.ceiling(self.ceiling)
+
+    def next(self) -> Number:
+        """The next number, above all that were given out."""
+        self.last += 1
+        if self.last > self.ceiling:
+            self._raise(self.last + BLOCK)
+        return Number(self.last)
+
+    def is_ours(self, number: int) -> bool:
+        """This life or one before it may have given it out."""
+        return number <= max(self.last, self._upto)
+
+    def learn(self, report: Report) -> bool:
+        """Learn what a worker has heard from former lives. False: it names a number that no server has given out."""
+        is_of_another_life = self.ceiling < report.ceiling <= MAX_CEILING
+        if is_of_another_life and are_equal(self._notary.ceiling(report.ceiling), report.ceiling_receipt):
+            self.ceiling, self.receipt = report.ceiling, report.ceiling_receipt
+            self._upto = report.ceiling
+        ticket = report.reading.ticket if report.reading is not None else 0
+        highest = max(report.seen, report.session, report.closed, ticket)
+        if highest <= self.last:
+            return True
+        told = (report.seen, report.session, report.closed, ticket)
+        self.last = max(self.last, *[number for number in told if self.is_ours(number)], 0)
+        return self.is_ours(highest)
+
+
+# --- Everything that the server knows, in one place: its clock, its numbers, its tables, and whom to decide for
+# again.
+#
+# The rules read it. Only `intake`, `evidence`, `sessions`, `rollcall`, `apply` and the machine itself change it.
+# Whoever
+# changes it marks as dirty the members whose orders may change with it.
+
+
+MAX_SAID = 100  # lines for the log that nobody has fetched
+
+
+@dataclass
+class State:
+    """All tables of one life of the server."""
+
+    settings: Settings
+    clock: Clock
+    numbers: Numbers
+    notary: Notary
+    recovered_at: float  # until then it listens: it may not have heard yet what a former life has promised
+    is_recovering: bool
+    models: dict[ModelName, Model] = field(default_factory=dict)
+    left: dict[ModelName, float] = field(default_factory=dict)  # models without a worker, longest first, and since when
+    forget_at: float = inf  # when the first of those without a version is forgotten
+    bound: dict[ModelName, dict[ModelName, None]] = field(default_factory=dict)  # by model: those of whose sets it is
+    members: Members = field(default_factory=Members)
+    reads: OpenReads = field(default_factory=OpenReads)
+    hellos: dict[str, Hello] = field(default_factory=dict)  # by connection
+    speakers: dict[str, WorkerId] = field(default_factory=dict)  # who has said so
+    spent: dict[str, None] = field(default_factory=dict)  # connections whose session has ended
+    layouts: dict[Digest, LayoutInfo] = field(default_factory=dict)
+    most_layouts: int = field(init=False)  # above that, those that nobody uses are forgotten
+    counters: Counter[str] = field(default_factory=Counter)
+    said: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_SAID))  # for the log
+    dirty: OrderedDict[WorkerId, bool] = field(
+        default_factory=OrderedDict
+    )  # whom to decide for again; True: and answer
+    happened: int = 0  # how often something happened from which anything may follow for anybody
+    to_advance: dict[tuple[ModelName, ReplicaName], None] = field(default_factory=dict)  # whose call may go on
+    report_s: float = field(init=False)  # how often each worker is to report: see `note_size`
+
+    def __post_init__(self) -> None:
+        self.now: float = self.clock.now  # the time awake
+        self.most_layouts = self.settings.most_versions
+        self.note_size()
+
+    def note_size(self) -> None:
+        """Members have come or gone."""
+        self.report_s = self.settings.report_s_of(len(self.members))
+
+    def next_number(self) -> Number:
+        return self.numbers.next()
+
+    def place(self, member: Member) -> tuple[Model, Replica]:
+        """The model and the replica that it belongs to."""
+        model = self.models[member.hello.model]
+        return model, model.replicas[member.hello.replica]
+
+    def known(self, worker: WorkerId) -> Member:
+        """The member, which must be there."""
+        member = self.members.get(worker)
+        assert member is not None, f"{worker} is no member"
+        return member
+
+    # --- reads --------------------------------------------------------------------------------------------------------
+
+    def open_read(self, read: OpenRead) -> None:
+        self.reads.add(read)
+        self._note_load(read.source)
+
+    def close_reads(self, reader: WorkerId, upto: Ticket | None, beside: Collection[Ticket] = ()) -> list[OpenRead]:
+        """The reader's reads up to that ticket (None: all of them) are over, and those. Returns them."""
+        over = self.reads.close(reader, upto, beside)
+        for read in over:
+            self._note_load(read.source)
+        return over
+
+    def _note_load(self, source: WorkerId) -> None:
+        model = self.models.get(source.model)
+        if model is not None:
+            model.note_load(source, self.reads.load(source))
+
+    # --- whom to decide for again -------------------------------------------------------------------------------------
+
+    def mark_dirty(self, worker: WorkerId) -> None:
+        """Decide for this worker and its replica again, and tell it what is new."""
+        self.dirty.setdefault(worker, False)
+        self.to_advance[worker.model, worker.replica] = None
+
+    def mark_answered(self, worker: WorkerId) -> None:
+        """Decide for this worker, and tell it how things are although nothing may be new."""
+        self.dirty[worker] = True
+
+    def mark_replica_dirty(self, replica: Replica) -> None:
+        for worker in replica.members.values():
+            self.mark_dirty(worker)
+
+    def mark_callers_dirty(self, replica: Replica) -> None:
+        """The call of the replica has gone as far as it can for now: decide for its members."""
+        for worker in replica.members.values():
+            self.dirty.setdefault(worker, False)
+
+    def mark_everyone_dirty(self, model: Model) -> None:
+        """Something rare has happened, which may change the orders of any member of the model."""
+        for replica in model.replicas.values():
+            self.mark_replica_dirty(replica)
+
+    def mark_waiting_dirty(self, model: Model, *topics: Topic) -> None:
+        """Something of these topics has changed."""
+        for topic in topics:
+            for worker in model.watches.waiting_for(topic):
+                self.mark_dirty(worker)
+
+    def mark_concerned_dirty(self, model: Model, places: Iterable[Place]) -> None:
+        """What some member has there, or whether it can be reached, is not what it was."""
+        for version, line in places:
+            self.mark_waiting_dirty(model, sources_of(version, line), references_of(version, line))
+
+    def mark_readers_dirty(self, source: WorkerId) -> None:
+        """Those who read from it may need another source."""
+        for read in self.reads.from_source(source):
+            self.mark_dirty(read.reader)
+
+    def model_to_forget(self) -> ModelName | None:
+        """The model whose place a new one may have: the longest left without a version, else the longest left.
+
+        The numbers of a model that has had a version are kept for a lease at least: its trainer may be started again.
+        """
+        unnamed = next((name for name in self.left if self.models[name].newest is None), None)
+        oldest = next(iter(self.left), None)
+        if unnamed is None and oldest is not None and self.now >= self.left[oldest] + self.settings.lease_s:
+            return oldest
+        return unnamed
+
+    def forget_model(self, name: ModelName) -> None:
+        """No worker is of it any more: a worker that comes begins the model anew."""
+        if self.models[name].newest is not None:
+            self.said.append(f"{name} is forgotten, with its numbers: {len(self.models)} models is the most here")
+        del self.models[name], self.left[name]
+        self.notary.forget(name)
+
+    def forget(self, worker: WorkerId) -> None:
+        """It is no member any more: nothing is said to it."""
+        self.dirty.pop(worker, None)
+
+
+# --- Questions about the state that several rules ask. None of them changes anything.
+
+
+FILLS = ("replicate", "update")
+
+
+def is_silent(state: State, member: Member) -> bool:
+    """Nothing has come from it for more than two reports."""
+    return state.now > member.silent_at
+
+
+def is_here(state: State, member: Member) -> bool:
+    """It seems to live: its connection is open, and it was heard lately. A dead host leaves its connections open."""
+    return member.is_connected and state.now <= member.silent_at
+
+
+def is_doubtful(state: State, source: Member) -> bool:
+    """There is reason to doubt that anybody can read from it. What one reader has learned helps the others."""
+    return source.is_doubted or not is_here(state, source)
+
+
+def is_read_though_poisoned(buffer: Buffer) -> bool:
+    """A fill has failed there, and others may still read what it had brought: nobody may change that yet."""
+    return isinstance(buffer, Poisoned) and buffer.version is not None
+
+
+def is_undecided(state: State, member: Member) -> bool:
+    """Whether what it holds is what its version is will be known when a restarted server has heard who lives.
+
+    Or, of half of a publish beside half of another one, when the rest of it has come.
+    """
+    return member.worker in state.models[member.hello.model].roll.doubted
+
+
+def is_undecided_there(state: State, source: Member, version: Version, from_host: bool) -> bool:
+    """It has the version there, and serves it as far as it knows; whether that is what the version is, is undecided.
+
+    Doubt about one version says nothing of the others that the worker has.
+    """
+    if not is_undecided(state, source):
+        return False
+    if from_host:
+        reported = any(c.version == version and c.whole and not c.leaving for c in source.report.copies)
+        return reported and source.keeps_copy(version)
+    buffer = source.report.buffer
+    if source.holds(version) or not isinstance(buffer, (Holding, Withdrawing)) or buffer.version != version:
+        return False
+    return isinstance(buffer, Holding) or not (buffer.impatient or source.is_let_go)
+
+
+def is_wished(state: State, model: Model, member: Member, version: Version) -> bool:
+    """The member keeps the version though it has no room."""
+    return model.is_wished(version, _wish(state, member))
+
+
+def gives_way(state: State, model: Model, member: Member, version: Version) -> bool:
+    """The member's copy of the version goes where there is no room."""
+    return model.gives_way(version, _wish(state, member))
+
+
+def _wish(state: State, member: Member) -> int:
+    return state.settings.retain_of(member.hello.retain, is_reliable=member.hello.reliable)
+
+
+def may_have(state: State, member: Member, version: Version) -> bool:
+    """It says that it has all of the version, and whether that is so is not decided yet: it needs nothing of it."""
+    buffer, copies = member.report.buffer, [c for c in member.report.copies if c.whole and not (c.leaving or c.unfit)]
+    had = [one.version for one in (buffer, *copies) if isinstance(one, (*WHOLE, HostCopy))]
+    return is_undecided(state, member) and version in had
+
+
+def members_of(state: State, model: Model, line: Line) -> Iterator[Member]:
+    """The living members of that line, one of each replica."""
+    for replica in model.replicas.values():
+        member = state.members.get(replica.members[line.shard]) if line.shard in replica.members else None
+        if member is not None and member.line == line:
+            yield member
+
+
+def is_full(member: Member, version: Version, from_host: bool) -> bool:
+    """It has all of the version, in its host copy or in its buffer."""
+    return member.has_whole_copy(version) if from_host else member.content.held == version
+
+
+def is_leaving(source: Member, version: Version, from_host: bool) -> bool:
+    """The source wants to give up what it has of the version there."""
+    buffer = source.content.buffer
+    if from_host:
+        return source.report.closing
+    return isinstance(buffer, Withdrawing) and buffer.version == version
+
+
+def serves(state: State, source: WorkerId, version: Version, from_host: bool) -> bool:
+    """As far as is known, the source still has the version. One whose lease has ended may well go on serving."""
+    member = state.members.get(source)
+    if member is None or is_undecided_there(state, member, version, from_host):
+        return True
+    if from_host:
+        is_about_to = _is_granted(state, source, version, to_host=True)
+        return member.keeps_copy(version) or (is_about_to and not member.loses_copy(version))
+    buffer = member.content.buffer
+    if isinstance(buffer, (Holding, Filling)) and buffer.version == version:
+        return True
+    if isinstance(buffer, Withdrawing) and buffer.version == version:
+        return not buffer.impatient and not member.is_let_go
+    if isinstance(buffer, Filling):
+        return False
+    return _is_granted(state, source, version, to_host=False)  # it fills the buffer with it next
+
+
+def _is_granted(state: State, reader: WorkerId, version: Version, *, to_host: bool) -> bool:
+    current = state.reads.current.get(reader)
+    return current is not None and current.version == version and current.grant.to_host == to_host
+
+
+def is_full_source(state: State, member: Member, version: Version) -> bool:
+    """It has all of the version and may serve it."""
+    is_held = member.holds(version) and serves(state, member.worker, version, from_host=False)
+    return is_held or member.has_whole_copy(version)
+
+
+def has_whole(state: State, worker: WorkerId, version: Version) -> bool:
+    """It has all of the version, in its buffer or as a host copy that is not about to go."""
+    member = state.members.get(worker)
+    return member is not None and (member.holds(version) or member.has_whole_copy(version))
+
+
+def holds_on(state: State, worker: WorkerId, version: Version) -> bool:
+    """It is there, and has the version in its buffer, which it does not want to take back."""
+    member = state.members.get(worker)
+    return member is not None and member.holds_on(version)
+
+
+def roots_of(state: State, replica: Replica, call: GroupCall) -> dict[Line, Digest]:
+    """What those who have come to a publish bring, by line."""
+    members = [state.members.get(worker) for worker in replica.members.values()]
+    return {m.line: call.arrived[m.shard] for m in members if m is not None and m.shard in call.arrived}
+
+
+def wanted_version(replica: Replica, member: Member) -> Version | None:
+    """The version that this worker is to be filled with now."""
+    reported = member.report.call
+    call = replica.find(reported.number) if reported is not None else None
+    if call is None or call.is_over or call.verb not in FILLS or member.shard not in call.arrived:
+        return None
+    buffer = member.content.buffer
+    if isinstance(buffer, Filling) and buffer.version != call.version:
+        return None
+    return call.version
+
+
+def must_wait(state: State, source: Member, reads: list[OpenRead]) -> bool:
+    """The source has to keep what these read.
+
+    A source that can cut its readers off waits neither for those whose read was taken back (they have another source,
+    or none can help them) nor for those who seem to be gone. Any other source waits until each of them has stopped.
+    """
+    if not source.hello.revocable:
+        return bool(reads)
+    readers = [state.members.get(read.reader) for read in reads if not read.is_void]
+    return any(reader is not None and is_here(state, reader) for reader in readers)

@@ -1,0 +1,594 @@
+"""Versions of each model: their content, their holders, and the receipts that a later server recognises."""
+
+import hmac
+from bisect import bisect_left, insort
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from math import inf
+from typing import NamedTuple
+
+from ..protocol.errors import HIGHER
+from ..protocol.messages import MAX_FIRST_VERSION, MAX_VERSION_JUMP, Failure, Spec, parse_spec, steps_back
+from ..protocol.names import Digest, ModelName, Number, ReplicaName, Shard, Version, WorkerId, is_partial
+from .groups import Replica
+from .members import Companions, Content, Cut, Keepers, Line, Names, Place, Roll, Staying, Watches, plain_cut
+
+# --- Receipts: what a reference server has said, in a form that a later life of it recognises.
+#
+# The server remembers nothing over a restart; the workers tell it. Most of what they tell needs no proof. Four things
+# do:
+# which content a version number stands for where two workers differ, who has published it and whether it was
+# established;
+# how high version numbers have come; how high the server's own numbers have come; and who else lives. For these a
+# worker
+# carries the server's receipt: a keyed hash (BLAKE2b, RFC 7693). The key is random, only the server knows it, and it
+# outlives the process. A worker without a receipt is believed as long as no worker with a receipt contradicts it.
+
+
+MAX_REMEMBERED = 4096  # receipts for content: a version of a few thousand shards
+ESTABLISHED = "+"  # what such a receipt begins with
+SIZE = 12  # bytes: 96 bits, nobody guesses them in a fleet's life
+
+
+class Notary:
+    """Signs: each method says what its receipt states."""
+
+    def __init__(self, key: bytes = b"") -> None:
+        """`key`: the same for all lives of one cluster's server; any length."""
+        self._key = blake2b(key, digest_size=32, person=b"tensorhub").digest()
+        self._contents: dict[tuple[object, ...], str] = {}  # all replicas have the same ones
+        self._newest: dict[ModelName, tuple[Version, str]] = {}  # all orders carry the same one for a while
+
+    def content(
+        self,
+        model: ModelName,
+        version: Version,
+        shard: Shard,
+        root: Digest,
+        publisher: str = "",
+        *,
+        is_established: bool = False,
+    ) -> str:
+        """This is what that shard of the version was published as, by all shards of a replica: of that one, if known.
+
+        `is_established`: and the version was established. The receipt says that in plain (`says_established`) and
+        names the publisher (`publisher_in`).
+        """
+        what = is_established, publisher, model, version, shard, root
+        receipt = self._contents.get(what)
+        if receipt is None:
+            if len(self._contents) >= MAX_REMEMBERED:
+                self._contents.clear()
+            purpose, mark = ("established", ESTABLISHED) if is_established else ("content", "")
+            signed = self._sign(purpose, model, version, shard, root, *([publisher] if publisher else []))
+            receipt = self._contents[what] = f"{mark}{signed}:{publisher}" if publisher else f"{mark}{signed}"
+        return receipt
+
+    def newest(self, model: ModelName, version: Version) -> str:
+        """A version of that number has existed."""
+        made_for, receipt = self._newest.get(model, (None, ""))
+        if made_for != version:
+            receipt = self._sign("newest", model, version)
+            self._newest[model] = (version, receipt)
+        return receipt
+
+    def forget(self, model: ModelName) -> None:
+        """Nothing is said of the model any more."""
+        self._newest.pop(model, None)
+
+    def ceiling(self, number: Number) -> str:
+        """No number above this one was ever given out."""
+        return self._sign("ceiling", number)
+
+    def roster(self, model: ModelName, number: Number, count: int, digest: str) -> str:
+        """So many sessions of the model live, with that sum."""
+        return self._sign("roster", model, number, count, digest)
+
+    def session(self, worker: WorkerId, session: Number) -> int:
+        """What one session adds to that sum."""
+        return int(self._sign("session", *worker, session), 16)
+
+    def _sign(self, *parts: object) -> str:
+        text = "\0".join(map(str, parts)).encode()
+        return blake2b(text, key=self._key, digest_size=SIZE).hexdigest()
+
+
+def publisher_in(receipt: str) -> str:
+    """The replica that a receipt for content names as its publisher; empty if it names none. To be verified."""
+    return receipt.partition(":")[2]
+
+
+def says_established(receipt: str) -> bool:
+    """The receipt for content says that its version was established. To be verified."""
+    return receipt.startswith(ESTABLISHED)
+
+
+def are_equal(one: str, other: str) -> bool:
+    """Compare them in a time that does not depend on where they differ."""
+    return hmac.compare_digest(one.encode(), other.encode())
+
+
+# --- What the server believes of one version: its content, who has any of it, who is on the way; and of all together.
+
+
+class Taken(NamedTuple):
+    """What all shards of a replica said that they have published, and what the version was taken for by that."""
+
+    publisher: ReplicaName
+    roots: dict[Line, Digest]
+
+
+@dataclass
+class VersionRecord:
+    """One version: its content by line, and the workers that have any of it."""
+
+    version: Version
+    exists: bool = False
+    roots: dict[Line, Digest] = field(default_factory=dict)
+    layouts: dict[Line, Digest] = field(default_factory=dict)
+    holders: dict[Line, dict[WorkerId, None]] = field(default_factory=dict)  # holding, withdrawing or filling
+    whole: dict[Line, dict[WorkerId, None]] = field(default_factory=dict)  # holders that have all of it
+    idle: dict[Line, list[WorkerId]] = field(default_factory=dict)  # holders from whom nobody reads, by name
+    refused: dict[WorkerId, float] = field(default_factory=dict)  # sources of wrong bytes, and until when that counts
+    publishers: dict[ReplicaName, None] = field(default_factory=dict)  # replicas that have published it, or half of it
+    proved: dict[Line, None] = field(default_factory=dict)  # shown by a receipt, or seen by this server
+    named: dict[ReplicaName, None] = field(default_factory=dict)  # those of them that are known to have ended that well
+    is_unsettled: bool = False  # one more is named: whose publish never finished is looked at again
+    disputed: dict[Line, None] = field(default_factory=dict)  # found to have other content than was believed
+    keepers: dict[Line, Keepers] = field(default_factory=dict)  # who could make a host copy of it ahead of need
+    is_established: bool = False  # each shard has been whole outside its publishers
+    claims: dict[ReplicaName, None] = field(default_factory=dict)  # replicas whose publish of it has not ended
+    accepted: dict[ReplicaName, dict[Line, Digest]] = field(
+        default_factory=dict
+    )  # those that this server has let publish it, and what content
+    taken: Taken | None = None  # the measure of what nothing proves, as long as somebody has any of it
+    promised: dict[ReplicaName, None] = field(default_factory=dict)  # replicas whose fill with it has not ended
+    last_holder: str = ""
+    usual: dict[tuple[bool, bool], float | None] = field(default_factory=dict)  # rates of its reads, by distance
+    usual_until: float = -inf  # and until when they are believed
+    cross_site_bytes: dict[str, int] = field(default_factory=dict)  # by site: what has come into it from others
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.claims and not self.promised and not any(self.holders.values())
+
+    def note_published(self, lines: Iterable[Line], by: ReplicaName) -> None:
+        """That replica has published it to the end: what these lines are is proved by that."""
+        self.proved.update(dict.fromkeys(lines))
+        self.note_named(by)
+
+    def note_named(self, publisher: ReplicaName) -> None:
+        """That replica has published it to the end."""
+        if publisher not in self.named:
+            self.named[publisher], self.is_unsettled = None, True
+
+
+class Known(NamedTuple):
+    """The versions of a model, newest first."""
+
+    key: tuple[object, ...]
+    existing: tuple[Version, ...]
+    available: tuple[Version, ...]  # of these: not lost
+
+
+class Glance(NamedTuple):
+    """What follows from all versions of a model together."""
+
+    key: tuple[object, ...]
+    available: tuple[Version, ...]  # that exist and are not lost, newest first
+    together: tuple[tuple[Names, tuple[Version, ...]], ...]  # of each set: those that all of its models have
+    newest_established: Version | None
+    outliving: dict[Version, None]  # that one, and those established after it that are lost: kept outside publishers
+    newest: dict[Version, None]  # the newest `retain`: of all, and of those that are not lost. Others may be back.
+    retained: dict[Version, None]
+
+
+# --- What the server believes of one model: which versions exist, what their content is, and who has them.
+#
+# A version *exists* once all shards of one replica have published it. From then on it is known as long as the table has
+# room, held or not, so that its number cannot be used for other content. It is *lost* while there is no cut (see
+# `lines`)
+# of which somebody with a session has each line whole. `latest` is the newest version that exists and is not lost:
+# only a
+# loss takes it back.
+
+
+@dataclass
+class Model:
+    """One model by name: its replicas and its versions."""
+
+    name: ModelName
+    shards: int  # of the replica that came last
+    most_versions: int
+    cuts: dict[Cut, None] = field(default_factory=dict)  # in which its replicas are, or were
+    replicas: dict[ReplicaName, Replica] = field(default_factory=dict)
+    versions: dict[Version, VersionRecord] = field(default_factory=dict)
+    newest: Version | None = None  # the newest that exists or existed
+    roll: Roll = field(default_factory=Roll)  # who lives
+    is_listening: bool = False  # for a lease after a restart: nothing counts as lost
+    keeps_established: bool = True
+    retain: int = 0  # the most that the server or a reliable worker wishes
+    pins: dict[WorkerId, tuple[Version, ...]] = field(default_factory=dict)
+    closing: dict[WorkerId, None] = field(default_factory=dict)  # members that want to leave
+    sites: Counter[str] = field(default_factory=Counter)  # members by site
+    hosts: dict[str, dict[WorkerId, None]] = field(default_factory=dict)  # the members of each host
+    reliable: dict[Line, dict[WorkerId, None]] = field(default_factory=dict)  # members that count for retention
+    staying: Staying = field(default_factory=Staying)  # who holds what, and does not take it back
+    watches: Watches = field(default_factory=Watches)  # who waits for what
+    companions: Companions = field(default_factory=Companions)  # models whose versions belong together with its own
+    others: "Mapping[ModelName, Model]" = field(default_factory=dict)  # all models of the server
+    changed: dict[Version, None] = field(default_factory=dict)  # versions of which somebody has got or lost all
+    lost: dict[Version, None] = field(default_factory=dict)  # those last said to be lost
+    noted: Glance | None = None  # how it was when those who wait for news were last decided for
+    lately: dict[tuple[bool, bool], deque[float]] = field(default_factory=dict)  # rates of ended reads, by distance
+    read_from: dict[WorkerId, None] = field(default_factory=dict)  # workers on whom reads are open
+    _held: dict[WorkerId, dict[Place, None]] = field(default_factory=dict)  # of what each is a holder
+    _ascending: list[Version] = field(default_factory=list)  # the keys of `versions`
+    _changes: int = 0  # of what all versions together depend on
+    _known: Known | None = None
+    _glance: Glance | None = None
+
+    def record(self, version: Version) -> VersionRecord:
+        """The version's record, made if need be; the oldest that nobody needs makes room."""
+        found = self.versions.get(version)
+        if found is None:
+            found = self.versions[version] = VersionRecord(version)
+            self._changes += 1
+            insort(self._ascending, version)
+            if len(self.versions) > self.most_versions:
+                kept = version, self.newest, *[v for v in self._ascending if self.versions[v].is_established][-1:]
+                idle = [v for v in self._ascending if self.versions[v].is_idle and v not in kept]
+                for v in idle[: len(self.versions) - self.most_versions]:
+                    del self.versions[v]
+                    self.lost.pop(v, None)
+                self._ascending = sorted(self.versions)
+        return found
+
+    def look_up(self, version: Version) -> VersionRecord:
+        """The version's record; where there is none, an empty one that nobody keeps."""
+        return self.versions.get(version) or VersionRecord(version)
+
+    def note_exists(self, version: Version) -> bool:
+        """The version has come into being, or was heard of. Returns whether that is news."""
+        record = self.record(version)
+        is_news = not record.exists
+        record.exists = True
+        if is_news:
+            self.changed[version] = None
+            self._changes += 1
+        self.newest = version if self.newest is None else max(self.newest, version)
+        return is_news
+
+    def bind_content(self, worker: WorkerId, version: Version, line: Line, root: Digest, layout: Digest) -> bool:
+        """The worker has the version with this content. False: the version's content is another one.
+
+        It counts as a holder at once: what it has beside that may take the room of a version that nobody needs.
+        """
+        record = self.record(version)
+        if record.roots.setdefault(line, root) != root:
+            return False
+        record.layouts.setdefault(line, layout)
+        self.add_holder(record, worker, line)
+        return True
+
+    def move(self, worker: WorkerId, old: Content, new: Content) -> None:
+        """The worker has something else than before: keep the index of holders."""
+        self.staying.move(worker, old, new)
+        for version in new.kept:
+            if version not in old.kept:
+                self.changed[version] = None  # who was leaving stays after all, or has a copy now
+        before, after = old.places, new.places
+        for place in before:
+            version, line = place
+            record = self.versions.get(version)
+            if record is None:
+                continue
+            if place not in after:
+                self.remove_holder(record, worker, line)
+            if not after.get(place) and worker in record.whole.get(line, {}):
+                del record.whole[line][worker]
+                record.last_holder = str(worker)
+                self._note_whole(record, is_turn=not record.whole[line])
+        for place, is_whole in after.items():
+            version, line = place
+            record = self.record(version)
+            if place not in before:
+                self.add_holder(record, worker, line)
+            whole = record.whole.setdefault(line, {})
+            if is_whole and worker not in whole:
+                whole[worker] = None
+                self._note_whole(record, is_turn=len(whole) == 1)
+
+    def _note_whole(self, record: VersionRecord, *, is_turn: bool) -> None:
+        """Who has all of the version is not what it was. `is_turn`: nobody had it, or nobody has it now."""
+        self.changed[record.version] = None
+        self._changes += is_turn
+
+    def note_pins(self, worker: WorkerId, pins: tuple[Version, ...]) -> None:
+        """These versions the worker wants kept."""
+        if pins != self.pins.pop(worker, ()):
+            self._changes += 1
+        if pins:
+            self.pins[worker] = pins
+
+    def note_established(self, record: VersionRecord) -> None:
+        """Now the version is, and those before it need no keepers any more."""
+        record.is_established = True
+        self._changes += 1
+        for version in self._ascending:
+            if version < record.version:
+                self.versions[version].keepers = {}
+
+    def add_holder(self, record: VersionRecord, worker: WorkerId, line: Line) -> None:
+        """The worker has some of the version in that line, or is about to."""
+        holders = record.holders.setdefault(line, {})
+        if worker not in holders:
+            holders[worker] = None
+            self._held.setdefault(worker, {})[record.version, line] = None
+            if worker not in self.read_from:
+                insort(record.idle.setdefault(line, []), worker)
+
+    def remove_holder(self, record: VersionRecord, worker: WorkerId, line: Line) -> None:
+        """It has nothing of the version in that line any more."""
+        holders = record.holders.get(line, {})
+        if worker in holders:
+            del holders[worker]
+            record.refused.pop(worker, None)
+            _remove(self._held, worker, (record.version, line))
+            if worker not in self.read_from:
+                _take_out(record.idle[line], worker)
+
+    def note_load(self, worker: WorkerId, load: int) -> None:
+        """So many reads are open on what the worker has."""
+        if (load > 0) == (worker in self.read_from):
+            return
+        for version, line in self._held.get(worker, ()):
+            idle = self.versions[version].idle.setdefault(line, [])
+            if load:
+                _take_out(idle, worker)
+            else:
+                insort(idle, worker)
+        if load:
+            self.read_from[worker] = None
+        else:
+            del self.read_from[worker]
+
+    def note_cut(self, cut: Cut) -> None:
+        """A replica is cut like that. One that leaves some of the model out has no version whole."""
+        if cut not in self.cuts and not any(is_partial(line.layout) for line in cut):
+            self.cuts[cut] = None
+            self._changes += 1
+            self.changed.update(dict.fromkeys(self.versions))
+
+    def known_cuts(self) -> Collection[Cut]:
+        """The cuts in which a version may be had; while nothing is known of any, the plain one."""
+        return self.cuts or (plain_cut(self.shards),)
+
+    def is_lost(self, record: VersionRecord) -> bool:
+        """Of each of its cuts there is a line that nobody has whole who could still come back."""
+        if self.is_listening or not record.exists:
+            return False
+        return all(any(not record.whole.get(line) for line in cut) for cut in self.known_cuts())
+
+    def news_of_losses(self) -> tuple[list[Version], list[Version]]:
+        """(versions that are lost and were not said to be, versions that are back since)."""
+        lost: list[Version] = []
+        back: list[Version] = []
+        former = self.noted.available if self.noted is not None else ()
+        newest = max([*former[:1], *self.lost], default=-1)  # what newer ones have replaced may go without a word
+        for version in self.changed:
+            record = self.versions.get(version)
+            if record is not None and self.is_lost(record):
+                is_newer = (self.latest is None or version > self.latest) and (version in former or version > newest)
+                if version not in self.lost and is_newer:
+                    lost.append(version)
+            elif record is not None and version in self.lost:
+                back.append(version)
+        return lost, back
+
+    def note_said(self, lost: list[Version], back: list[Version]) -> None:
+        """These losses and returns have been said."""
+        self.lost.update(dict.fromkeys(lost))
+        for version in back:
+            del self.lost[version]
+
+    @property
+    def latest(self) -> Version | None:
+        """The newest version that exists and is not lost."""
+        return next(iter(self.available()), None)
+
+    def available(self, companions: Names = ()) -> tuple[Version, ...]:
+        """The versions that exist and are not lost, newest first; of these models too."""
+        key = self._changes, self.is_listening, len(self.cuts), self.shards
+        if self._known is None or self._known.key != key:
+            existing = tuple(version for version in reversed(self._ascending) if self.versions[version].exists)
+            found = tuple(version for version in existing if not self.is_lost(self.versions[version]))
+            self._known = Known(key, existing, found)
+        found = self._known.available
+        for name in companions:
+            other = self.others.get(name)
+            there = dict.fromkeys(other.available() if other is not None else ())
+            found = tuple(version for version in found if version in there)
+        return found
+
+    @property
+    def newest_established(self) -> Version | None:
+        """The version that is not given up before a newer one is as safe."""
+        return self.glance().newest_established
+
+    def glance(self) -> "Glance":
+        """What follows from all versions together. Found anew only when something of that has changed."""
+        self.available()
+        together = tuple((names, self.available(names)) for names in self.companions.sets)
+        key = self._known, self.retain, self.keeps_established, together
+        if self._glance is None or self._glance.key != key:
+            self._glance = self._look(key)
+        return self._glance
+
+    def _look(self, key: "tuple[Known | None, int, bool, tuple[tuple[Names, tuple[Version, ...]], ...]]") -> "Glance":
+        known, _, _, together = key
+        assert known is not None, "a glance at versions that nobody has looked for"
+        existing, available = known.existing, known.available
+        established = [v for v in existing if self.keeps_established and self.versions[v].is_established]
+        newest_established = next((version for version in established if version in available), None)
+        newest = dict.fromkeys([*existing[: self.retain], *available[: self.retain]])
+        retained = dict(newest)
+        for _, versions in together:
+            retained.update(dict.fromkeys(versions[: self.retain]))
+        outliving: dict[Version, None] = {}
+        for version in established:  # what is lost may be so only because all who have it were away
+            retained[version] = outliving[version] = None
+            if version == newest_established:
+                break
+        for pins in self.pins.values():
+            retained.update((each, None) for each in pins if each in self.versions and self.versions[each].exists)
+        return Glance(key, available, together, newest_established, outliving, newest, retained)
+
+    def take_place(self, worker: WorkerId, site: str, host: str) -> None:
+        """The worker is there now."""
+        self.sites[site] += 1
+        self.hosts.setdefault(host, {})[worker] = None
+
+    def leave_place(self, worker: WorkerId, site: str, host: str) -> None:
+        """The worker is there no more."""
+        self.sites[site] -= 1
+        if not self.sites[site]:
+            del self.sites[site]
+        del self.hosts[host][worker]
+        if not self.hosts[host]:
+            del self.hosts[host]
+
+    def forget(self, worker: WorkerId) -> None:
+        """The worker is gone, and what it wanted with it."""
+        self.note_pins(worker, ())
+        self.closing.pop(worker, None)
+        self.watches.watch(worker, ())
+
+    def is_wished(self, version: Version, retain: int) -> bool:
+        """A worker keeps it though it has no room: it is among the newest `retain`, or pinned.
+
+        `retain` is what the server or the worker's own replica wishes. No other replica can stop it by a higher wish.
+        """
+        self.available()
+        known = self._known
+        assert known is not None, "they were looked for"
+        newest = (*known.existing[:retain], *known.available[:retain])
+        return version in newest or any(version in pins for pins in self.pins.values())
+
+    def gives_way(self, version: Version, retain: int) -> bool:
+        """It goes where there is no room: only a set of models or another replica wishes it kept."""
+        return not self.is_wished(version, retain) and version != self.newest_established
+
+    def retained(self) -> dict[Version, None]:
+        """The versions that no voluntary departure may lose: the newest, the newest established, and what is pinned."""
+        return self.glance().retained
+
+    def resolve(self, spec: Spec, companions: Names = ()) -> tuple[Version | None, Failure | None]:
+        """The version that the spec means now, of these models too. (None, why) where there is none."""
+        version = parse_spec(spec)
+        if version is not None:
+            for name in companions:
+                other = self.others.get(name)
+                found, failure = other.resolve(spec) if other is not None else (None, _nothing_of(name))
+                if found is None:
+                    return None, failure
+            record = self.versions.get(version)
+            if record is not None and record.exists:
+                return (None, self.loss(record)) if self.is_lost(record) else (version, None)
+            newest, hint = "nothing was published yet", "replicate(version, wait=True) waits until it is published"
+            if self.newest is not None:
+                newest = f"its newest version is {self.newest}"
+                hint = hint if self.newest < version else 'numbers only rise: replicate("latest") takes the newest'
+            return None, Failure("version-unavailable", f"{self.name} has no version {version}; {newest}", hint)
+        known = self.available(companions)[: steps_back(str(spec)) + 1]
+        if len(known) > steps_back(str(spec)):
+            return known[-1], None
+        if known:
+            text = f"{spec} of {self.name}: only these versions can be had: {', '.join(map(str, known))}"
+            return None, Failure("version-unavailable", text, "wait for a newer version")
+        if companions:
+            have = ", ".join(f"{each} has {_newest_of(self.others.get(each))}" for each in (self.name, *companions))
+            text = f"no version that {' and '.join((self.name, *companions))} all have: {have}"
+            return None, Failure("version-unavailable", text, "their trainers publish under the same numbers")
+        if self.newest is not None:
+            return None, self.loss(self.record(self.newest))
+        return None, _nothing_of(self.name)
+
+    def loss(self, record: VersionRecord) -> Failure:
+        """The error of whoever wants a lost version."""
+        missing = [[line for line in cut if not record.whole.get(line)] for cut in self.known_cuts()]
+        shards = [str(line.shard) for line in min(missing, key=len)]
+        last = f"; {record.last_holder} held it last" if record.last_holder else ""
+        text = f"version {record.version} of {self.name} is lost: nobody holds shard {', '.join(shards[:8])}{last}"
+        instead = ", or publish it" if self.latest is None else f", or replicate version {self.latest}"
+        return Failure("version-unavailable", text, f"wait until a newer version is published{instead}")
+
+    def awaited(self, spec: Spec, companions: Names = ()) -> Version | None:
+        """What somebody who waits for `spec` gets: that version or a newer one; None while there is none."""
+        version = parse_spec(spec)
+        if version is None:
+            return self.resolve(spec, companions)[0]
+        newest = next(iter(self.available(companions)), None)
+        return newest if newest is not None and newest >= version else None
+
+    @property
+    def highest_next(self) -> Version:
+        """The highest number that may be published next: one publish must not use up the numbers of all after it."""
+        return Version(MAX_FIRST_VERSION if self.newest is None else self.newest + MAX_VERSION_JUMP)
+
+    def too_far(self, version: Version) -> Failure | None:
+        """Why the number is too high to be published next, or None."""
+        if version <= self.highest_next:
+            return None
+        text = f"version {version} of {self.name} is above {MAX_FIRST_VERSION}, the highest number to begin with"
+        if self.newest is not None:
+            text = f"version {version} of {self.name} is more than {MAX_VERSION_JUMP} above the newest, {self.newest}"
+        hint = "count steps, samples, tokens or milliseconds; another model name begins with numbers of its own"
+        return Failure("version-conflict", text, f"publish at most {self.highest_next}: {hint}")
+
+    def conflict(self, replica: Replica, version: Version, roots: dict[Line, Digest]) -> Failure | None:
+        """Why the replica may not publish this content under this number, or None."""
+        name, record = f"version {version} of {self.name}", self.versions.get(version)
+        is_same = record is not None and is_same_content(record.roots, roots)
+        if self.newest is not None and version < self.newest:
+            text = f"{name} is lower than the newest, {self.newest}"
+            return Failure("version-conflict", text, f"versions only rise: {HIGHER}")
+        if (failure := self.too_far(version)) is not None:
+            return failure
+        if record is not None and record.exists and not is_same:
+            return Failure("version-conflict", f"{name} exists with other content", HIGHER)
+        if record is not None and not record.exists and not is_same:
+            others = [str(name) for name in record.claims if name != replica.name]
+            others += [str(w) for held in record.holders.values() for w in held if w.replica != replica.name]
+            if others:
+                text = f"{name} is, or was in part, published with other content by {others[0]}"
+                hint = "one replica publishes a number, or all of them the same content"
+                return Failure("version-conflict", text, hint)
+        return None
+
+
+def _newest_of(model: Model | None) -> str:
+    return "none" if model is None or model.latest is None else f"{model.latest} and maybe older ones"
+
+
+def _nothing_of(name: ModelName) -> Failure:
+    return Failure("version-unavailable", f"no version of {name} yet", "wait for the first publish")
+
+
+def is_same_content(known: dict[Line, Digest], roots: dict[Line, Digest]) -> bool:
+    """That is the version, cut in a way in which it is known."""
+    return all(known.get(line) == root for line, root in roots.items())
+
+
+def _take_out(ascending: list[WorkerId], worker: WorkerId) -> None:
+    at = bisect_left(ascending, worker)
+    assert ascending[at] == worker, f"{worker} is not among the idle"
+    del ascending[at]
+
+
+def _remove(table: dict[WorkerId, dict[Place, None]], worker: WorkerId, place: Place) -> None:
+    del table[worker][place]
+    if not table[worker]:
+        del table[worker]

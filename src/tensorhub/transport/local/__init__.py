@@ -1,0 +1,1 @@
+"""The local transport: weights between two workers of one host, copied once."""

@@ -1,0 +1,534 @@
+"""Memory of other processes of this host: who may read it, `process_vm_readv`, and mappings."""
+
+import contextlib
+import ctypes
+import errno
+import logging
+import os
+import re
+import secrets
+import signal
+import socket
+import struct
+import sys
+from array import array
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import NoReturn
+
+from ...protocol.errors import TransportMissing
+from .. import threads
+from ..base import Look, Sharing, Sink
+from ..sealed import MAX_REGIONS, Foreign, Region, Sealed, Shared, Unmappable, moved_to
+from ..tcp.wire import HEADER, Silent, Vanished, Wire, lost
+from ..threads import opening, track
+from ..views import Addresses, Bridged
+
+# --- Who may read whose memory on this host, as far as that is known before anybody tries; and endpoints that say it.
+#
+# An endpoint names the kernel that runs now, the PID and network namespaces, the user, and a socket of this worker:
+#
+#     local://<boot id>.<pid namespace>.<network namespace>.<user>/<name of an abstract unix socket>
+#
+# `cuda://` endpoints have the same form.
+# Two workers can use the local transport only if all four are equal: another PID namespace has other numbers for the
+# same
+# processes, another network namespace has other abstract sockets, another user may not read. What remains (a ptrace
+# scope, a seccomp filter, a security module) is found by reading a cookie, not by guessing.
+
+
+SCHEME = "local"
+_ENDPOINT = re.compile(
+    r"(?:local|cuda)://([0-9a-f-]{1,40})\.(\d{1,20})\.(\d{1,20})\.(\d{1,20})/([A-Za-z0-9_-]{1,80})\Z"
+)
+
+_PR_SET_PTRACER = 0x59616D61
+_PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
+YAMA = "/proc/sys/kernel/yama/ptrace_scope"
+SCOPES = {
+    0: "classic: any process of the same user",
+    1: "restricted: only descendants, and whom a process names",
+    2: "administrators only (CAP_SYS_PTRACE)",
+    3: "nobody",
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker is, as far as reading its memory goes."""
+
+    boot: str
+    pid_namespace: int
+    network_namespace: int
+    user: int
+
+    def difference(self, other: "Place") -> str | None:
+        """Why a worker here cannot read one there, or None if nothing speaks against it."""
+        if self.boot != other.boot:
+            return "it is on another host"
+        if self.pid_namespace != other.pid_namespace:
+            return "it is in another PID namespace (a container?): share it, e.g. `docker run --pid=host`"
+        if self.network_namespace != other.network_namespace:
+            return "it is in another network namespace (a container?): share it, e.g. `docker run --network=host`"
+        if self.user != other.user:
+            return f"it runs as user {other.user}, this worker as user {self.user}"
+        return None
+
+
+@lru_cache(maxsize=8)
+def _here(user: int) -> Place:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return Place(boot, _namespace("pid"), _namespace("net"), user)
+
+
+def _namespace(kind: str) -> int:
+    return os.stat(f"/proc/self/ns/{kind}").st_ino
+
+
+def here() -> Place:
+    """This process's place. Raises `TransportMissing` where it cannot be known, `Unavailable` while it cannot."""
+    if sys.platform != "linux":
+        raise TransportMissing(f"the local transport needs Linux, this is {sys.platform}", hint="use tcp")
+    try:
+        return _here(os.geteuid())
+    except OSError as error:
+        if threads.is_shortage(error):
+            raise threads.unavailable(error, "it looked where it is") from error
+        raise TransportMissing(f"the local transport needs /proc: {error}", hint="use tcp") from error
+
+
+def new_name() -> str:
+    """A name for an abstract socket that nobody has, and nobody guesses."""
+    return f"tensorhub-{os.getpid()}-{secrets.token_hex(8)}"
+
+
+def format_endpoint(place: Place, name: str) -> str:
+    """As peers are told."""
+    return f"{SCHEME}://{format_place(place)}/{name}"
+
+
+def format_place(place: Place) -> str:
+    """The same for two workers only if nothing speaks against either reading the other."""
+    return f"{place.boot}.{place.pid_namespace}.{place.network_namespace}.{place.user}"
+
+
+def parse_endpoint(endpoint: str) -> tuple[Place, str]:
+    """The place and the socket's name. Raises `ValueError` for anything else."""
+    match = _ENDPOINT.match(endpoint)
+    if match is None:
+        raise ValueError(f"{endpoint!r} is not of the form {SCHEME}://place/name")
+    boot, pids, network, user, name = match.groups()
+    return Place(boot, int(pids), int(network), int(user)), name
+
+
+def socket_address(name: str) -> bytes:
+    """Of the abstract socket: it needs no file, and is gone with the last process that has it open."""
+    return b"\0" + name.encode()
+
+
+def yama_scope() -> int | None:
+    """How far Yama restricts reading other processes' memory; None where there is no Yama."""
+    try:
+        return int(Path(YAMA).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def allow_readers() -> bool:
+    """Under Yama's scope 1: let other processes of this user read this one's memory. Returns whether that was done."""
+    if yama_scope() != 1:
+        return False
+    libc = ctypes.CDLL(None, use_errno=True)
+    zero = ctypes.c_ulong(0)
+    return int(libc.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, zero, zero, zero)) == 0
+
+
+def remedy() -> str:
+    """What would let a refused read succeed, as far as this host shows it."""
+    scope = yama_scope()
+    if scope == 1:
+        return "set TENSORHUB_PTRACE=yes at the source, or `sysctl kernel.yama.ptrace_scope=0`"
+    if scope:
+        return f"`sysctl kernel.yama.ptrace_scope=1`: it is {scope}, {SCOPES.get(scope, 'unknown')}"
+    return (
+        "run both as one user; in a container `--cap-add=SYS_PTRACE`, and let its seccomp filter pass process_vm_readv"
+    )
+
+
+# --- Bytes of another process, read by the kernel straight into ours: `process_vm_readv` through ctypes, without the
+# GIL.
+#
+# `vectors` says where the bytes of a stream lie, in this process and in the other. `Seal` is a source's word for as
+# long
+# as an export lasts: 16 random bytes in its memory, zeroed when the export ends. A reader reads it *after* the bytes.
+# If it is still there, then these were the right process and the right memory when the bytes were read; if not, nothing
+# that was read counts. So no answer from the source is waited for, and a process that has got a dead source's PID is
+# never believed, even if it was asked (a pidfd keeps us from asking).
+#
+# It must never: write to another process, or take bytes for read that the kernel did not count.
+
+
+CALL_BYTES = 32 << 20  # of one call: 2-4 ms, so that a stopped read ends soon; larger ones gain nothing
+CACHED_BYTES = 1 << 20  # copied, then hashed in the near cache; of 512 KiB, threads wait for the GIL more than it saves
+SEAL_BYTES = 16
+_NOTHING = bytes(SEAL_BYTES)
+
+
+REFUSED = (errno.EPERM, errno.EACCES, errno.ENOSYS)
+
+
+def check_refused(pid: int, number: int) -> None:
+    """Raises `TransportMissing` if the kernel does not permit it, `Unavailable` if it has no room for it now."""
+    error = OSError(number, os.strerror(number))
+    if threads.is_shortage(error):
+        raise threads.unavailable(error, f"it read the memory of process {pid}")
+    if number in REFUSED:
+        raise TransportMissing(f"reading the memory of process {pid} is refused: {error.strerror}", hint=remedy())
+
+
+class Seal:
+    """A source's word that an export lasts."""
+
+    def __init__(self, page: Sealed | None = None) -> None:
+        """`page`: memory for it alone that readers can map."""
+        self.value = secrets.token_bytes(SEAL_BYTES)
+        self.page = page
+        self._memory = ctypes.create_string_buffer(SEAL_BYTES)
+        self.address = page.address if page is not None else ctypes.addressof(self._memory)
+        ctypes.memmove(self.address, self.value, SEAL_BYTES)
+
+    def break_(self) -> None:
+        """From now on nothing that anybody reads of this export counts."""
+        ctypes.memset(self.address, 0, SEAL_BYTES)
+
+
+class Call:
+    """The arguments of a call that copies one piece, made once: to make them takes longer than to copy 64 KiB.
+
+    For one thread. Every argument is a C object already, so that ctypes converts nothing.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._ours, self._theirs = (ctypes.c_uint64 * 2)(), (ctypes.c_uint64 * 2)()
+        one, flags = ctypes.c_ulong(1), ctypes.c_ulong(0)
+        self.arguments = (ctypes.c_int(pid), ctypes.byref(self._ours), one, ctypes.byref(self._theirs), one, flags)
+
+    def of(self, theirs: int, ours: int, size_bytes: int) -> tuple[object, ...]:
+        """The arguments that copy so many bytes from their address to ours."""
+        self._theirs[0], self._ours[0] = theirs, ours
+        self._theirs[1] = self._ours[1] = size_bytes
+        return self.arguments
+
+
+class Token:
+    """A seal as its reader knows it, and room to read it into. For one thread."""
+
+    def __init__(self, address: int, value: bytes) -> None:
+        self.address = address
+        self.value = value
+        self.found = ctypes.create_string_buffer(SEAL_BYTES)
+        self.found_address = ctypes.addressof(self.found)
+
+
+class Lost(Exception):
+    """The other process is gone, or what it had there is."""
+
+
+class Process:
+    """Another process (or this one), to be read from. Thread-safe; close it when no thread reads any more."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._read = _function()
+        self._pidfd = -1
+        track(self)
+        try:
+            self._pidfd = os.pidfd_open(pid)
+        except ProcessLookupError as error:
+            raise Lost(f"process {pid} is gone") from error
+        except OSError as error:  # an old kernel, or a filter: its start time must do
+            threads.note(error, did="it looked at a source's process")
+            try:
+                self._started = _start_time(pid)
+            except OSError as unknown:  # nothing would tell it from another one later
+                if threads.is_shortage(unknown):
+                    raise threads.unavailable(unknown, "it looked at a source's process") from unknown
+                raise TransportMissing(f"when process {pid} began cannot be found out: {unknown.strerror}") from unknown
+
+    @property
+    def pidfd(self) -> int:
+        """-1 where there is none."""
+        return self._pidfd
+
+    def close(self) -> None:
+        pidfd, self._pidfd = self._pidfd, -1
+        if pidfd >= 0:
+            os.close(pidfd)
+
+    def descriptors(self) -> tuple[int, ...]:
+        """That of the process, if the kernel has such."""
+        return (self._pidfd,)
+
+    def check(self) -> None:
+        """Raises `Lost` once the process is not the one that we began with."""
+        if self._pidfd >= 0:
+            try:
+                signal.pidfd_send_signal(self._pidfd, 0)
+            except ProcessLookupError as error:
+                raise Lost(f"process {self.pid} is gone") from error
+            except OSError:
+                pass  # a filter forbids to ask: the seal tells afterwards
+            return
+        with suppress(OSError):  # if it cannot be found out now, the seal tells too
+            if _start_time(self.pid) != self._started:
+                raise Lost(f"process {self.pid} is another one now")
+
+    def read(self, start: int, stop: int, theirs: Addresses, ours: Addresses, call: Call) -> None:
+        """Bytes [start, stop) of the stream from their memory into ours. Raises `Lost`, `TransportMissing`.
+
+        `call` is this process's and this thread's own.
+        """
+        self.check()
+        while start < stop:
+            end = min(stop, start + CALL_BYTES)
+            from_, into = theirs.whole(start, end), ours.whole(start, end)
+            if from_ and into:
+                moved = self._read(*call.of(from_, into, end - start))
+            else:
+                moved = self._copy(theirs.part(start, end), ours.part(start, end))
+            if moved <= 0:
+                self._failed(moved)
+            start += moved
+
+    def read_bridged(self, start: int, stop: int, bridged: Bridged) -> int:
+        """As much of [start, stop) as can be read that way; returns where to go on. Raises as `read`."""
+        self.check()
+        while start < stop:
+            theirs, ours, size_bytes = bridged.part(start, min(stop, start + CALL_BYTES))
+            if self._copy(theirs, ours) != sum(ours[1::2]):
+                return start  # a page is not there: `read` finds out whether a tensor's or, in vain, a gap's
+            start += size_bytes
+        return start
+
+    def read_piece(self, theirs: int, ours: int, view: memoryview, look: Look | None, call: Call) -> None:
+        """What is at their address into `view`, which is at ours, and shown piecemeal. Raises like `read`.
+
+        Nothing is in this loop that need not be: what it touches comes back from a cold cache each time.
+        """
+        self.check()
+        read, of = self._read, call.of
+        for first in range(0, len(view), CALL_BYTES if look is None else CACHED_BYTES):
+            part = view[first : first + (CALL_BYTES if look is None else CACHED_BYTES)]
+            at, end = first, first + len(part)
+            while at < end:
+                moved = read(*of(theirs + at, ours + at, end - at))
+                if moved <= 0:
+                    self._failed(moved)
+                at += moved
+            if look is not None:
+                look(part)
+
+    def has(self, token: Token, call: Call) -> bool:
+        """Whether it has these bytes there now. Raises `Lost`, `TransportMissing`."""
+        token.found.raw = _NOTHING
+        moved = self._read(*call.of(token.address, token.found_address, SEAL_BYTES))
+        if moved <= 0:
+            self._failed(moved)
+        return moved == SEAL_BYTES and token.found.raw == token.value
+
+    def _copy(self, theirs: "array[int]", ours: "array[int]") -> int:
+        """One call of the kernel for many pieces; the number of bytes that it has moved, or -1."""
+        vectors = []
+        for pairs in (ours, theirs):
+            vectors += [ctypes.c_void_p(pairs.buffer_info()[0]), ctypes.c_ulong(len(pairs) // 2)]
+        return int(self._read(ctypes.c_int(self.pid), *vectors, ctypes.c_ulong(0)))
+
+    def _failed(self, moved: int) -> NoReturn:
+        number = ctypes.get_errno()
+        if moved < 0:
+            check_refused(self.pid, number)
+        raise Lost(f"process {self.pid} cannot be read: {os.strerror(number) if moved < 0 else 'no byte came'}")
+
+
+@cache
+def _function() -> "ctypes._NamedFuncPointer":
+    """Once for all reads: ctypes makes a class of its own for every library that it opens, and lets it lie about."""
+    try:
+        function = ctypes.CDLL(None, use_errno=True).process_vm_readv
+    except AttributeError as error:
+        raise TransportMissing("this C library has no process_vm_readv", hint="use tcp") from error
+    function.restype = ctypes.c_ssize_t  # and no argtypes: whoever calls it brings C objects
+    return function
+
+
+def _start_time(pid: int) -> str:
+    """When the process began, in ticks since boot. Raises `Lost` where there is none, `OSError` where none can tell."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (FileNotFoundError, ProcessLookupError) as error:
+        raise Lost(f"process {pid} is gone") from error
+
+
+def probe_self() -> None:
+    """Raises `TransportMissing` if not even this process can be read: no such call, or a filter."""
+    process, seal = Process(os.getpid()), Seal()
+    try:
+        if not process.has(Token(seal.address, seal.value), Call(process.pid)):
+            raise TransportMissing("process_vm_readv gives other bytes than there are", hint="use tcp")
+    except Lost as error:
+        raise TransportMissing(f"process_vm_readv does not work here: {error}", hint="use tcp") from error
+    finally:
+        process.close()
+
+
+# --- How a source gives a reader its memory itself: descriptors over the unix socket, which the reader maps to read.
+#
+# If the reader has said that it takes them, and all of an export lies in memory that can be mapped (`sealed`), the
+# source
+# says, after the manifest and before MEMORY,
+#
+#     source  MAPPED  a seal, and address and size of each region; with the frame's first bytes come the descriptors: of
+#                     the page that begins with the seal, and of each region. `number` FROZEN: the export is whole,
+#                     and nobody can write to its memory any more. So the reader may keep it, if it wanted to
+#
+# It is said to whoever would be told the addresses: the same user, with the token, of an export that lasts. A reader
+# that
+# cannot map what it was given (no descriptor to spare, memory that is not sealed, too little of it) does without.
+#
+# It must never: keep a descriptor that came, or map what `sealed` would not.
+
+
+_log = logging.getLogger(__name__)
+
+MAPPED = 18
+FROZEN = 1
+REGION = struct.Struct("=QQ")  # both ends are one machine: its own byte order
+MAX_MAPPED_BYTES = SEAL_BYTES + MAX_REGIONS * REGION.size
+_ROOM = socket.CMSG_SPACE((MAX_REGIONS + 1) * array("i").itemsize) if hasattr(socket, "CMSG_SPACE") else 0
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ETOOMANYREFS)
+
+
+def offer(wire: Wire, seal: Seal, regions: Sequence[Region]) -> None:
+    """Hand them over, unless too many descriptors are on their way already: then the reader does without."""
+    assert seal.page is not None, "a seal that cannot be mapped"
+    body = seal.value + b"".join(REGION.pack(region.address, region.size_bytes) for region in regions)
+    descriptors = array("i", [seal.page.descriptor, *(region.descriptor for region in regions)])
+    is_frozen = all(region.is_frozen for region in regions)  # only what is whole ever is
+    send_with_descriptors(wire, MAPPED, FROZEN if is_frozen else 0, body, descriptors)
+
+
+def send_with_descriptors(wire: Wire, kind: int, number: int, body: bytes, descriptors: Sequence[int]) -> bool:
+    """A frame, with whose first bytes the descriptors come. False: too many are on their way, and nothing was sent."""
+    frame = HEADER.pack(kind, len(body), number) + body
+    try:
+        sent = wire.sock.sendmsg([frame], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))])
+    except BlockingIOError as error:
+        raise Silent("the peer takes no byte") from error
+    except OSError as error:
+        if error.errno in _NO_ROOM:
+            return False
+        raise lost(error) from error
+    wire.send([frame[sent:]])
+    return True
+
+
+class Received:
+    """The descriptors that came with the last frame. To be closed; no forked child keeps them."""
+
+    def __init__(self) -> None:
+        self._numbers: list[int] = []
+        track(self)
+
+    def descriptors(self) -> list[int]:
+        """Those that are open now."""
+        return self._numbers
+
+    def receive(self, sock: socket.socket) -> tuple[bytes, int]:
+        """The first bytes of a frame's header, and the flags of the message; raises `OSError`."""
+        sock.recv(1, socket.MSG_PEEK)  # waits for it, which may not be done while a fork waits
+        with opening():
+            how = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+            data, control, flags, _ = sock.recvmsg(HEADER.size, _ROOM, how)
+            for level, kind, payload in control:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    found = array("i", payload[: len(payload) - len(payload) % array("i").itemsize])
+                    self._numbers += found
+        return data, flags
+
+    def close(self) -> None:
+        """They are needed no more."""
+        with opening():
+            for number in self._numbers:
+                with contextlib.suppress(OSError):
+                    os.close(number)
+            self._numbers = []
+
+
+def receive_header(wire: Wire, received: Received) -> tuple[int, int, int]:
+    """The header of a frame, whose descriptors `received` then has; none where this process has no room for all."""
+    received.close()
+    try:
+        data, flags = received.receive(wire.sock)
+    except BlockingIOError as error:
+        raise Silent("the peer sends no byte") from error
+    except OSError as error:
+        raise lost(error) from error
+    if not data:
+        raise Vanished("the peer closed the connection")
+    wire.heard_bytes += len(data)
+    header = bytearray(HEADER.size)
+    header[: len(data)] = data
+    wire.receive_into([memoryview(header)[len(data) :]])
+    if flags & socket.MSG_CTRUNC:
+        received.close()
+    kind, length, number = HEADER.unpack(header)
+    return kind, length, number
+
+
+def hand_over(sink: Sink, theirs: Addresses, there: int, memory: Shared) -> None:
+    """Let the sink keep the memory, if it wants to and all is in one piece."""
+    at = moved_to(theirs, [(there, memory.size_bytes, memory.address)]).whole(0, theirs.stop)
+    if at and isinstance(sink, Sharing) and sink.shares:
+        sink.share(memory, at)
+
+
+class Mapped:
+    """A source's memory, mapped here for as long as a read lasts."""
+
+    def __init__(self, body: bytes, descriptors: Sequence[int]) -> None:
+        """The descriptors stay the caller's. Raises `Unmappable`."""
+        self.seal, words = body[:SEAL_BYTES], body[SEAL_BYTES:]
+        count = len(words) // REGION.size
+        if not count or len(words) % REGION.size or len(descriptors) != 1 + count:
+            raise Unmappable(f"{len(descriptors)} descriptors came with {len(body)} B about {count} regions")
+        with ExitStack() as stack:
+
+            def mapped(descriptor: int, size_bytes: int) -> int:
+                found = Foreign(descriptor, size_bytes)
+                stack.callback(found.close)
+                return found.address
+
+            self.seal_address = mapped(descriptors[0], SEAL_BYTES)
+            self.regions = tuple(
+                (there, size_bytes, mapped(descriptor, size_bytes))
+                for (there, size_bytes), descriptor in zip(REGION.iter_unpack(words), descriptors[1:], strict=True)
+            )
+            self._stack = stack.pop_all()
+
+    def keep(self, descriptors: Sequence[int]) -> tuple[int, Shared] | None:
+        """The memory for good, and its address there; None if it is in several parts, or cannot be had."""
+        if len(self.regions) != 1:
+            return None
+        ((there, size_bytes, _),) = self.regions
+        try:
+            return there, Shared(descriptors[1], size_bytes)
+        except Unmappable as error:
+            _log.info("memory that was handed over cannot be kept: %s", error)
+            return None
+
+    def close(self) -> None:
+        """When no thread looks there any more."""
+        self._stack.close()

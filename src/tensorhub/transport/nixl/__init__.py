@@ -1,0 +1,1 @@
+"""The nixl transport: weights by NIXL's one-sided reads over UCX."""

@@ -1,0 +1,1 @@
+"""The tcp transport: weights over plain sockets."""

@@ -1,0 +1,591 @@
+"""The reader's side of the tcp transport: one read over several streams."""
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
+from typing import TypeVar
+
+from ...protocol.errors import CorruptTransfer, SessionLost, TensorHubError, Unavailable, UsageError
+from .. import threads as shortages
+from ..base import MAX_MANIFEST_BYTES, Look, OnEnd, Read, Scarce, Sharing, Sink, Trusting
+from ..native import shapes
+from ..native.reads import TCP_TILE_BYTES, Mover, mover_for
+from ..rows import PIECES, Piecewise
+from ..threads import Brisk, Thread, block_sigpipe, scope, start
+from ..views import Scattered, blocks_of
+from . import wire as tcp_wire
+from .addresses import dial
+from .job import Job, Width
+from .settings import Ahead, TcpSettings
+from .wire import Garbled, Hello, Refusal, Silent, Unreadable, Vanished, Welcome, Wire, WireError, lost
+
+# --- One connection of a read, and what the connections of one read share.
+#
+# All streams of a read are alike: each takes the next chunks that nobody has asked for yet (`Claims`), asks its source
+# for them ahead of their arrival, and receives them straight into the sink's memory. So the prefix grows steadily
+# whatever the streams' speeds: disorder is never more than what is asked for ahead (`Ahead`), which is bounded by time
+# and not by size. A fixed share for each stream would leave a gap as large as the slowest stream's share, and peers
+# that
+# read behind us would starve. It must never: write outside a `writing` block, or touch memory once `opened` has ended.
+
+
+AnyStream = TypeVar("AnyStream", bound="Stream")
+
+
+@scope
+def opened(job: Job, index: int, dial: Callable[[Job, int], Wire], kind: type[AnyStream]) -> Iterator[AnyStream]:
+    """A connection to the source, closed at the end. What goes wrong with it is raised as `SourceLost`."""
+    wire: Wire | None = None
+    try:
+        wire = dial(job, index)
+        yield kind(job, wire, index)
+    except Silent as error:
+        raise job.lost(f"{error} for {job.settings.silence_s:g} s") from error
+    except Unreadable as error:
+        raise UsageError(f"{job.key!r} cannot be received here: {error}", hint="register() again") from error
+    except WireError as error:
+        raise job.lost(str(error)) from error
+    finally:
+        if wire is not None:
+            job.leave(wire)
+            wire.close()
+
+
+class Stream:
+    """One connection, in one thread."""
+
+    can_map = False  # take the source's memory by its descriptor
+
+    def __init__(self, job: Job, wire: Wire, index: int) -> None:
+        self.job = job
+        self.wire = wire
+        self.index = index
+        self.asked = deque[tuple[int, float]]()  # chunks asked for and not there yet, and when
+        self.chunk_bytes = 0  # until the read has begun
+        self._scattered = Scattered(job.sink.stream)  # of a sink that wants pieces it knows nothing
+        self._on_fast: Callable[[], None] | None = None
+        self._on_chunk: Callable[[], None] | None = None
+        self._is_lent = False  # the chunk that comes: its source may have changed it on the way
+        self._doubted = set[int]()  # came so, and wrong: asked for once more
+
+    def greet(self, *, wants_manifest: bool) -> Welcome:
+        """Ask to be served; raises `SourceLost` with the source's reason if it does not want to."""
+        job = self.job
+        with suppress(Vanished):  # it may have refused before it heard us: what it said can still be read
+            silence_ms = round(job.settings.silence_s * 1000)
+            token, is_checking = job.settings.token or "", job.sink.is_checking
+            can_map, shares = wants_manifest and self.can_map, isinstance(job.sink, Sharing) and job.sink.shares
+            wishes = (wants_manifest, is_checking, can_map, isinstance(job.sink, Piecewise), shares)
+            hello = Hello(token, job.key, job.generation, silence_ms, *wishes)
+            self.wire.send_greeting(hello)
+        answer = self.wire.receive_greeting(job.settings.silence_s)
+        if isinstance(answer, Refusal):
+            raise job.refused(answer)
+        if not isinstance(answer, Welcome):
+            raise Garbled("a source answers with Welcome or Refusal")
+        return answer
+
+    def join_in(self) -> None:
+        """The same for a further stream, and all that comes before it may ask for its share.
+
+        What it has asked for is nobody else's: so whatever may keep it from being served has to show before. Raises
+        `TensorHubError`, `WireError`.
+        """
+        self.greet(wants_manifest=False)
+        self.send_parcels()
+        self.await_room()
+
+    def await_room(self) -> None:
+        """Until the source has taken in what is wanted, where that is not its chunks. Raises `SourceLost`."""
+        if self.job.parcels is None:
+            return
+        kind, length, _ = self.receive_header()
+        if kind == tcp_wire.GONE:
+            raise self.job.refused(self.wire.receive_gone(length))
+        if kind != tcp_wire.WAITING or length:
+            raise Garbled(f"a frame of kind {kind} with {length} B, where it was due that it has room")
+
+    def receive_manifest(self) -> bytes:
+        kind, length, _ = self.next_frame()
+        if kind != tcp_wire.MANIFEST:
+            raise Garbled(f"a frame of kind {kind} where the manifest was due")
+        return bytes(self.wire.receive_body(length, MAX_MANIFEST_BYTES))
+
+    def send_parcels(self) -> None:
+        """Say what is wanted, where that is not the source's chunks."""
+        parcels = self.job.parcels
+        if parcels is not None:
+            with suppress(Vanished):  # it may have said farewell: what it said can still be read
+                self.wire.send_frame(PIECES, payload=[parcels.encode()])
+
+    # -- by the mover --------------------------------------------------------------------------------------------------
+
+    def mover_for(self, wanted: Sequence[int], streams: int) -> Mover | None:
+        """The mover, if it can bring this read's chunks over connections like this one."""
+        job = self.job
+        return mover_for(job.settings, job.sink, wanted, streams, TCP_TILE_BYTES, job.parcels)
+
+    def state_for(self, mover: Mover) -> shapes.StreamState:
+        """This connection as the mover sees it."""
+        state = self.wire.moved = mover.stream(self.wire.sock.fileno(), self.index)
+        return state
+
+    def left(self, state: shapes.StreamState) -> None:
+        """The mover has done with this connection."""
+        self.wire.heard_bytes += int(state.heard_bytes)
+        self.wire.moved = None
+
+    def conclude(self, state: shapes.StreamState) -> None:
+        """How the mover's work ended, raised as the same would be here."""
+        number = int(state.error)
+        match state.status:
+            case shapes.DONE | shapes.OVER:
+                return
+            case shapes.VANISHED:
+                if number:
+                    raise lost(OSError(number, os.strerror(number)))
+                raise Vanished("the peer closed the connection")
+            case shapes.SILENT:
+                raise Silent("the peer sends no byte")
+            case shapes.SAID_GONE:
+                raise self.job.refused(self.wire.decode_gone(bytes(state.words[: state.length])))
+            case shapes.CORRUPT:
+                self._say_what_is_wrong(state.chunk, state.tile)
+            case shapes.UNTRUSTED:
+                sink = self.job.sink
+                if isinstance(sink, Trusting):
+                    sink.check()
+                raise SessionLost("nothing may be written by this read any more")
+            case _:
+                raise Garbled(self._garbled(state))
+
+    def _garbled(self, state: shapes.StreamState) -> str:
+        """What came, and why it cannot be."""
+        if state.kind == tcp_wire.WAITING:
+            return f"a keepalive with {state.length} B"
+        if state.kind == tcp_wire.GONE:
+            return f"a farewell of {state.length} B, where {tcp_wire.MAX_GONE_BYTES} B are the limit"
+        came = f"frame {state.kind} with {state.length} B of chunk {state.number}"
+        start, stop = self.job.span(state.chunk)
+        return f"{came}, where {stop - start} B of chunk {state.chunk} were due"
+
+    def _say_what_is_wrong(self, chunk: int, tile: int) -> None:
+        """Let the sink say what is wrong with it."""
+        sink = self.job.sink
+        if isinstance(sink, Piecewise):
+            raise sink.wrong_tile(tile)
+        with sink.stream.writing(*self.job.span(chunk)) as views:
+            sink.accept(chunk, views)
+        raise CorruptTransfer(f"chunk {chunk} was wrong when it came, and was changed since")
+
+    # -- by Python -----------------------------------------------------------------------------------------------------
+
+    def pump(self) -> None:
+        """Ask and receive until nothing is left to ask for, or the read is over."""
+        job, asked = self.job, self.asked
+        self.chunk_bytes = job.sink.chunk_bytes
+        ahead = Ahead(job.settings, self.chunk_bytes)
+        last = time.monotonic()
+        while not job.is_over:
+            is_wanted = self.index < job.claims.streams  # else another one is not worth having
+            if is_wanted and len(asked) <= ahead.chunks // 2:
+                claimed = job.claims.take(ahead.chunks - len(asked))
+                if claimed:
+                    now = time.monotonic()
+                    with suppress(Vanished):  # it may have said farewell: what it said can still be read
+                        self.ask(claimed)
+                    asked.extend((chunk, now) for chunk in claimed)
+            if not asked:
+                return
+            chunk, asked_at = asked.popleft()
+            self._receive_chunk(chunk)
+            if self._on_chunk is not None:
+                self._on_chunk()
+            if self._on_fast is not None:
+                before, last = last, time.monotonic()
+                self._judge_speed(last - before)
+            if len(asked) <= ahead.chunks // 2:
+                ahead.adjust(time.monotonic() - asked_at)
+
+    def after_each_chunk(self, look: Callable[[], None]) -> None:
+        """Call `look` whenever a chunk has come."""
+        self._on_chunk = look
+
+    def when_fast(self, then: Callable[[], None]) -> None:
+        """Call `then` once: as soon as a chunk comes so fast that its link may have more than one stream takes."""
+        self._on_fast = then
+
+    def _judge_speed(self, took_s: float) -> None:
+        job, then = self.job, self._on_fast
+        if then is not None and self.chunk_bytes >= took_s * job.settings.stream_rate_bytes_per_s:
+            self._on_fast = None
+            then()
+
+    def ask(self, chunks: Sequence[int]) -> None:
+        """Request chunks."""
+        self.wire.send_want(chunks)
+
+    def await_chunk(self, chunk: int, size_bytes: int) -> None:
+        """Wait until this chunk, which is the next due, comes."""
+        kind, length, number = self.next_frame()
+        self._is_lent = kind == tcp_wire.LENT and self.job.sink.is_checking
+        if self._is_lent:
+            self.job.note_lent()
+        if (length, number) != (size_bytes, chunk) or (kind != tcp_wire.CHUNK and not self._is_lent):
+            raise Garbled(
+                f"frame {kind} with {length} B of chunk {number}, where {size_bytes} B of chunk {chunk} were due"
+            )
+
+    def transfer(self, start: int, stop: int, views: Sequence[memoryview], look: Look | None) -> None:
+        """Bring bytes [start, stop) of the stream into `views`, and let `look` see them as they come."""
+        for size_bytes, block in blocks_of(views, stop - start, self.job.settings.block_bytes):
+            self.take_bytes(start, start + size_bytes, block)
+            if look is not None:
+                deque(map(look, block), 0)  # a loop without Python's: there may be a thousand small views
+            start += size_bytes
+
+    def take_bytes(self, start: int, stop: int, views: Sequence[memoryview]) -> None:
+        """Put bytes [start, stop) of the stream into `views`."""
+        addresses = self._scattered.for_views(len(views))
+        if addresses is not None:
+            self.wire.receive_located(addresses, start, stop)
+        else:
+            self.wire.receive_into(views)
+
+    def taken(self, size_bytes: int) -> None:
+        """All bytes of a chunk are there."""
+
+    def _receive_chunk(self, chunk: int) -> None:
+        job, sink = self.job, self.job.sink
+        start, stop = job.span(chunk)
+        self.await_chunk(chunk, stop - start)
+        sink.touch()
+        try:
+            with sink.stream.writing(start, stop) as views:
+                self.transfer(start, stop, views, sink.observe(chunk))
+                self.taken(stop - start)
+                job.count_received(stop - start)
+                sink.accept(chunk, views)
+            sink.stored(chunk)
+        except CorruptTransfer:
+            if not self._is_lent or chunk in self._doubted:  # who lends it again is asked no third time
+                raise
+            self._doubted.add(chunk)
+            with suppress(Vanished):  # it may have said farewell: what it said can still be read
+                self.wire.send_want([chunk], tcp_wire.COPIED)
+            self.asked.append((chunk, time.monotonic()))
+            return
+        job.count_stored()
+
+    def next_frame(self) -> tuple[int, int, int]:
+        """The header of the next frame that says something. Raises `SourceLost` if the source says farewell."""
+        while True:
+            kind, length, number = self.receive_header()
+            if kind == tcp_wire.GONE:
+                raise self.job.refused(self.wire.receive_gone(length))
+            if kind != tcp_wire.WAITING:
+                return kind, length, number
+            if length:
+                raise Garbled(f"a keepalive with {length} B")
+
+    def receive_header(self) -> tuple[int, int, int]:
+        return self.wire.receive_header()
+
+
+# --- The target's side of the tcp transport: one read, in as many threads as it has streams.
+#
+# The first stream fetches the manifest, asks the sink what it wants, and starts the others; from then on all are alike.
+# The first error ends the read: every stream is cut, and the last thread to leave calls `on_end`, when none is inside
+# the
+# sink's memory any more. What keeps a further stream from joining in is no such error: it has asked for nothing yet, so
+# the others do its work, and a source that is gone is noticed by the first stream.
+#
+# It must never: call `on_end` twice, or before the last thread has left.
+
+
+_log = logging.getLogger(__name__)
+
+SCARCE_TIMES = 2  # as many streams to a device: while the chunk of one is copied and judged there, another receives
+LEAST_CHUNKS = 8  # for each stream that is there, left to ask for: else another one is not worth its connection
+
+
+class TcpRead(Read):
+    """One read from one source."""
+
+    def __init__(
+        self, settings: TcpSettings, endpoint: str, key: str, sink: Sink, ending: Callable[["TcpRead"], OnEnd]
+    ) -> None:
+        self.job = self.make_job(settings, endpoint, key, sink)
+        self.error: TensorHubError | None = None
+        self._threads: list[Thread] = []
+        self._on_end: OnEnd | None = ending(self)
+        self._lock = threading.Lock()
+        self._running = 0
+        self._is_stopped = False
+        self._wide = 1  # as many streams as it opens once the first one is fast
+        self._width: Width | None = None
+        self.streams = 1
+
+    # -- what another transport that speaks over a socket does in its own way -----------------------------------------
+
+    kind = "tcp"
+    has_links = True  # what its streams get depends on a network: their number is tried out
+
+    def make_job(self, settings: TcpSettings, endpoint: str, key: str, sink: Sink) -> Job:
+        return Job(settings, endpoint, key, sink)
+
+    def opened(self, index: int) -> AbstractContextManager[Stream]:
+        """One more connection to the source."""
+        return opened(self.job, index, dial, Stream)
+
+    @property
+    def path(self) -> str:
+        reached = f" to {len(self.job.reached)} of {self.job.addresses} addresses" if self.job.addresses > 1 else ""
+        lent = ", zero copy" if self.job.is_lent_to else ""
+        return counted(self.streams, "stream") + reached + lent + self.mover_text
+
+    @property
+    def mover_text(self) -> str:
+        """Who moves the bytes, for a path."""
+        return ", native" if self.job.mover is not None else ""
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        with Brisk():
+            self._start(self._lead, 0)
+
+    def forget(self) -> None:
+        """It was never started: nobody will be told."""
+        self._on_end = None
+
+    def stop(self) -> None:
+        with self._lock:
+            self._is_stopped = True
+        self.job.finish()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for its threads, except the one that asks."""
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            threads = list(self._threads)
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+    @property
+    def received_bytes(self) -> int:
+        return self.job.received_bytes
+
+    @property
+    def arrived_bytes(self) -> int:
+        return self.job.arrived_bytes
+
+    def _start(self, body: Callable[[int, Brisk], None], index: int) -> None:
+        thread = Thread(self._run, args=(body, index), name=f"tensorhub-{self.kind}-read-{index}")
+        with self._lock:
+            self._running += 1
+            self._threads.append(thread)
+        try:
+            start(thread)
+        except Unavailable:
+            with self._lock:
+                self._running -= 1
+                self._threads.remove(thread)
+            if index == 0:
+                raise  # nothing runs yet: the caller is told. A read under way goes on with fewer streams.
+
+    def _run(self, body: Callable[[int, Brisk], None], index: int) -> None:
+        """The whole life of one stream's thread; the last one out ends the read."""
+        block_sigpipe()
+        with Brisk() as brisk:
+            try:
+                body(index, brisk)
+            except TensorHubError as error:
+                self._fail(error)
+            except Exception as error:  # noqa: BLE001 the top of a thread: whatever it is, it ends this read and is reported
+                self._fail(self._unforeseen(error))
+            brisk.again()
+            if index == 0 and self.job.mover is not None:
+                self._attend(self.job.mover, lambda: self._running == 1, told=brisk.over)
+                brisk.again()
+                self._tell(self.job.mover)
+            with self._lock:
+                self._running -= 1
+                is_last = self._running == 0
+            if index and self.job.mover is not None:
+                self.job.mover.poke()  # the first thread waits for the others
+            if is_last:
+                self._end()
+
+    def _end(self) -> None:
+        """Tell it, and let go of whoever is told and of the error: both know this read.
+
+        Held from both sides, they would all wait for the garbage collector, which may not look for a thousand reads.
+        """
+        self.job.close()
+        if self.error is None and not self._is_stopped and self.job.missing:
+            self.error = self.job.lost("its streams ended, and each left to the others what is missing")
+        on_end, error = self._on_end, self.error
+        self._on_end = self.error = None
+        assert on_end is not None, "a read ended twice"
+        on_end(error)
+
+    def _fail(self, error: TensorHubError) -> None:
+        """The first error is the read's. What follows from a stop, or comes when nothing is missing, is none."""
+        with self._lock:
+            if self.error is None and not self._is_stopped and self.job.missing != 0:
+                self.error = error
+        self.job.finish()
+
+    def _unforeseen(self, error: Exception) -> TensorHubError:
+        """Made here, so that it is no variable of a frame that its cause's traceback knows."""
+        return shortages.as_ours(error, f"reading {self.job.key!r} from {self.job.endpoint} failed")
+
+    def _lead(self, index: int, brisk: Brisk) -> None:
+        """The first stream: learn what there is, decide what is wanted, start the others."""
+        job, sink = self.job, self.job.sink
+        with self.opened(index) as stream:
+            welcome = stream.greet(wants_manifest=True)
+            wanted = tuple(sink.begin(stream.receive_manifest()))
+            full = job.note_wanted(wanted, size_bytes=welcome.size_bytes, chunk_bytes=welcome.chunk_bytes)
+            settings = job.settings
+            most = max(settings.streams, job.addresses) if self.has_links else settings.streams
+            if self.has_links and isinstance(sink.stream, Scarce):
+                most *= SCARCE_TIMES
+            streams = max(1, min(most, full * sink.chunk_bytes // settings.stream_bytes, len(wanted)))
+            stream.send_parcels()
+            if streams > 1:
+                stream.await_room()  # before the others: what there is of it is this one's
+            job.generation = welcome.generation
+            job.begin(wanted, streams, stream.mover_for(wanted, streams))
+            if self.has_links and settings.most_streams > 1:
+                self._width = Width(settings, 1, cores=os.cpu_count() or 1, least=min(streams, job.addresses))
+            if job.mover is not None:
+                self._move(job.mover, stream, streams, brisk)
+                return
+            brisk.over()
+            stream.after_each_chunk(self._look)
+            if streams > 1 and self._is_patient:
+                stream.when_fast(lambda: self._widen(streams))
+            else:
+                self._widen(streams)
+            stream.pump()
+
+    def _move(self, mover: Mover, stream: Stream, streams: int, brisk: Brisk) -> None:
+        """Let the mover bring the chunks over this connection, and attend to what it asks."""
+        state, self._wide = stream.state_for(mover), streams
+        state.is_judging_speed = streams > 1 and self._is_patient
+        mover.start(state)
+        try:
+            if not self._is_patient:
+                self._widen(streams)
+            self._attend(mover, lambda: state.status >= 0, told=brisk.over)
+        finally:
+            brisk.again()
+            if state.status < 0:
+                self.job.finish()
+            mover.join(state)
+            stream.left(state)
+            self._width = None
+        stream.conclude(state)
+
+    def _attend(self, mover: Mover, is_over: Callable[[], bool], told: Callable[[], None] = lambda: None) -> None:
+        """Do what the mover's streams ask for, and tell the sink of news, until that is so. `told`: after any news."""
+        while not is_over():
+            events = mover.events()
+            if events & shapes.ASKS_LEAVE:
+                mover.answer(may_write=self._may_write())
+            if events & shapes.IS_FAST:
+                self._widen(self._wide)
+            if events & shapes.HAS_NEWS:
+                self._tell(mover)
+                told()
+            self._look()
+            if events & shapes.IS_WHOLE:
+                self.job.finish()  # a stream that is still connecting is not waited for
+
+    def _may_write(self) -> bool:
+        try:
+            self.job.sink.touch()
+        except TensorHubError as error:
+            self._fail(error)
+            return False
+        except Exception as error:  # noqa: BLE001 the sink's own bug: it ends this read and is reported
+            self._fail(self._unforeseen(error))
+            return False
+        return True
+
+    def _tell(self, mover: Mover) -> None:
+        sink, news = self.job.sink, mover.news_bytes()
+        if not news or not isinstance(sink, Trusting):
+            return
+        try:
+            sink.told(news)
+        except TensorHubError as error:
+            self._fail(error)
+        except Exception as error:  # noqa: BLE001 the sink's own bug: it ends this read and is reported
+            self._fail(self._unforeseen(error))
+
+    @property
+    def _is_patient(self) -> bool:
+        """Whether the first stream shows first that its link has more to give. Each address has a link of its own."""
+        return self.job.settings.stream_rate_bytes_per_s > 0 and self.job.addresses == 1
+
+    def _widen(self, streams: int) -> None:
+        """One stream is not enough: start the others."""
+        if streams > self.streams:
+            self._have(streams)
+            if self._width is not None:
+                self._width.set(streams)
+
+    def _look(self) -> None:
+        """Have more streams, or fewer, if that is what the rate says."""
+        width, missing = self._width, self.job.missing
+        if width is None or missing is None or missing < LEAST_CHUNKS * self.streams:
+            return
+        streams = width.look(time.monotonic(), self.job.arrived_bytes)
+        if streams != self.streams:
+            self._have(streams)
+
+    def _have(self, streams: int) -> None:
+        """So many from now on. Those that are too many end with what they have asked for."""
+        before, self.streams = self.streams, streams
+        self.job.have(streams)
+        for further in range(before, streams):
+            self._start(self._follow, further)
+
+    def _follow(self, index: int, brisk: Brisk) -> None:
+        """A further stream, if there can be one: else the others do its work.
+
+        The source may have no connection to spare, or no thread; this process no descriptor; or nobody answers.
+        """
+        mover, has_joined = self.job.mover, False
+        try:
+            with self.opened(index) as stream:
+                stream.join_in()
+                state = stream.state_for(mover) if mover is not None else None
+                has_joined = True
+                brisk.over()
+                if mover is None or state is None:
+                    stream.pump()
+                    return
+                mover.run(state)
+                brisk.again()
+                stream.left(state)
+                stream.conclude(state)
+        except (TensorHubError, OSError, MemoryError) as error:
+            if has_joined:
+                raise
+            if isinstance(error, OSError | MemoryError):
+                shortages.note(error, did="it opened a further connection to a source")
+            _log.debug("%s is read without stream %d: %s", self.job.key, index, error)
+
+
+def counted(number: int, noun: str) -> str:
+    """1 stream, 2 streams."""
+    return f"{number} {noun}" + ("" if number == 1 else "s")

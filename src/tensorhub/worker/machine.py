@@ -1,0 +1,408 @@
+"""The worker's machine: events in, effects out. It reports its whole state and follows the server's orders."""
+
+from math import inf
+from typing import assert_never
+
+from ..protocol.errors import InvariantViolation
+from ..protocol.messages import (
+    Across,
+    Buffer,
+    Empty,
+    Failure,
+    Filling,
+    Hello,
+    Holding,
+    Orders,
+    Poisoned,
+    Reading,
+    Refusal,
+    Report,
+    Spec,
+    Withdrawing,
+)
+from ..protocol.names import Digest, Number, Version, WorkerId
+from . import calls, events, reads
+from .calls import update_at_once, why_not_begin
+from .events import AcrossOpened, PartEnded, PartMeasured
+from .state import Call, WorkerState, contradiction
+
+# --- What a worker says of itself: its whole state, as one report.
+
+
+def report_of(worker: WorkerState) -> Report:
+    """How things are here. It gets its number when it is sent."""
+    layout, departure, proofs = worker.layout, worker.departure, worker.proofs
+    return Report(
+        number=0,
+        session=worker.session,
+        seen=worker.seen,
+        buffer=worker.buffer,
+        layout=layout.digest if layout is not None else Digest(""),
+        size_bytes=layout.size_bytes if layout is not None else 0,
+        call=worker.call.for_report() if worker.call is not None else None,
+        ended=worker.ended,
+        finished=worker.finished,
+        missed=worker.missed,
+        reading=worker.reading if not worker.slot.is_across else None,
+        across=across_of(worker),
+        over=tuple(worker.slot.parts.over),
+        closed=worker.slot.closed,
+        newest=proofs.newest,
+        newest_receipt=proofs.newest_receipt,
+        receipts=proofs.receipts_of(worker.versions_here),
+        ceiling=proofs.ceiling,
+        ceiling_receipt=proofs.ceiling_receipt,
+        failures=tuple(worker.slot.failures),
+        received_bytes=dict(worker.received_bytes),
+        cross_site_bytes=dict(worker.cross_site_bytes),
+        copies=worker.copies.for_report(),
+        copies_left=worker.copies.room,
+        copy_error=worker.copies.error,
+        pins=worker.copies.pins,
+        prefetch=worker.copies.prefetch,
+        closing=departure is not None,
+        leaving=departure is not None and departure.leaving_in > 0,
+        claim=worker.claim if departure is None else None,
+        claimed_in=worker.claimed_in,
+        stops=worker.memory.is_stopping,
+        # When its own lease is over, the server may have given it up, and gone on with others.
+        roster=proofs.roster if worker.now < worker.slot.trust_until else None,
+    )
+
+
+def across_of(worker: WorkerState) -> Across | None:
+    """The open read, if that is one across layouts."""
+    slot, reading = worker.slot, worker.reading
+    if reading is None or not slot.is_across:
+        return None
+    parts = slot.parts
+    return Across(
+        reading.version, reading.to_host, slot.root, reading.is_opened, parts.for_report(), tuple(parts.brought)
+    )
+
+
+# --- What the server's orders change at once. What they make possible is done by the steps that follow every event.
+
+
+def take(worker: WorkerState, orders: Orders) -> None:
+    """Orders are the whole truth at their number: late or repeated ones are dropped."""
+    if orders.number <= worker.seen or not worker.book.is_current(orders.acknowledged):
+        return
+    worker.seen, worker.session, worker.position = orders.number, orders.session, orders.position
+    worker.has_heard = True
+    worker.book.every_s, worker.patience_s = orders.report_s, orders.lease_s + orders.report_s
+    sent_at = worker.book.acknowledge(orders.acknowledged)
+    if sent_at is not None:
+        worker.slot.extend_trust(sent_at + orders.trust_s)
+    worker.slot.take_grant(orders.grant, orders.across)
+    worker.copies.take_orders(orders, next_report=worker.next_report)
+    worker.proofs.take_orders(orders, worker.versions_at_hand)
+    worker.is_urgent |= orders.witness
+    calls.take_conflict(worker, orders.conflict)
+    call = worker.call
+    if call is not None and call.take(orders.answer):
+        worker.note(f"{call} is version {call.resolved}")
+        worker.claimed_in = orders.number if call.claim is not None else worker.claimed_in
+    is_answer = worker.memory.withdrawn_in <= orders.acknowledged
+    if worker.memory.is_going(orders.drained) and is_answer and worker.copies.copying is None:
+        worker.want(worker.memory.stop_serving())  # while a copy is made, this waits until the server says it again
+    departure = worker.departure
+    if departure is not None and 0 < departure.leaving_in <= orders.acknowledged:
+        calls.leave(worker, departure, drained=True)
+
+
+def take_refusal(worker: WorkerState, refusal: Refusal) -> None:
+    """The server does not talk to this worker: for good, or for now."""
+    worker.refusal = refusal
+    if refusal.retry_s <= 0 and worker.call is not None:
+        calls.fail(worker, Failure(refusal.code, refusal.message, refusal.hint))
+
+
+# --- The worker's machine: events go in, effects come out. The shell carries those out and decides nothing.
+#
+# After every event the machine looks at how things are, and takes each step that has become possible. So a lost or
+# repeated message never leaves it stuck.
+#
+# Rules it keeps:
+# - Orders are the whole truth at their number. Older ones are dropped; a ticket that they do not name is void; a ticket
+#   that was ever void here is never begun.
+# - What it reads counts only inside its own lease, from when it *sent* the report that the server acknowledged.
+# - One read at a time writes the buffer, and nobody reads from the buffer when it changes from one version to another.
+# - A version is not given up before its successor is within reach, and is held again if nothing was written over it.
+# - A call ends by its deadline. A fill that was cut short leaves the buffer poisoned.
+#
+# It must never look at a clock, a socket or a tensor.
+
+
+class Worker:
+    """One life of one worker. See the module for its rules; `handle` is the only thing that changes it."""
+
+    def __init__(
+        self,
+        me: WorkerId,
+        *,
+        received_bytes: dict[str, int] | None = None,
+        cross_site_bytes: dict[int, int] | None = None,
+    ) -> None:
+        """The shell counts in these tables what was received; reports say what stands in them."""
+        received = received_bytes if received_bytes is not None else {}
+        crossed = cross_site_bytes if cross_site_bytes is not None else {}
+        self.state = WorkerState(me, received, crossed)
+
+    # --- the seam -----------------------------------------------------------------------------------------------------
+
+    def handle(self, event: events.Event, *, now: float) -> list[events.Effect]:
+        """Take in one event; return what is to be done, in order. `now` never goes back."""
+        worker = self.state
+        worker.now, worker.effects = now, []
+        worker.is_urgent |= worker.slot.lapse(now)
+        self._take(event)
+        calls.advance_closing(worker)
+        calls.advance(worker)
+        reads.advance(worker)
+        reads.advance_copies(worker)
+        self._report()
+        return worker.effects
+
+    def next_deadline(self) -> float:
+        """When to call `handle(events.Tick())` if nothing else happens before."""
+        worker, times = self.state, [inf]
+        call, departure = worker.call, worker.departure
+        if call is not None:
+            times.append(call.deadline)
+            if call.awaits_shard is not None and not call.is_delayed:
+                times.append(call.started + worker.patience_s)
+            if isinstance(worker.buffer, Withdrawing) and not worker.buffer.impatient:
+                times.append(call.impatient_at)
+        if departure is not None and not departure.has_left:
+            times.append(departure.deadline)
+            if not departure.is_hurried:
+                times.append(departure.impatient_at)
+            if not worker.connected:
+                times.append(calls.alone_until(worker))
+        if worker.reading is not None and not worker.slot.is_stopping:
+            times.append(worker.slot.trust_until)
+        if worker.connected:
+            times.append(worker.book.next_at)
+        return min(times)
+
+    def check_invariants(self) -> None:
+        """Raise `InvariantViolation` if this machine contradicts itself."""
+        wrong = contradiction(self.state)
+        if wrong:
+            raise InvariantViolation(f"{self.me} {wrong}")
+
+    def statistics(self) -> dict[str, int]:
+        """Counters, for people."""
+        return {**self.state.book.statistics(), "received_bytes": sum(self.state.received_bytes.values())}
+
+    def story(self) -> list[tuple[float, str]]:
+        """The last 200 things that happened here, oldest first."""
+        return list(self.state.story)
+
+    # --- what the shell asks ------------------------------------------------------------------------------------------
+
+    @property
+    def me(self) -> WorkerId:
+        """Its name."""
+        return self.state.me
+
+    @property
+    def buffer(self) -> Buffer:
+        """What the registered memory is."""
+        return self.state.buffer
+
+    @property
+    def held(self) -> Version | None:
+        """The version whose bytes are in the buffer, whole and verified; None if there is none."""
+        return self.state.memory.held
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Chunks done and chunks in all, of a fill; (0, 0) when there is none."""
+        return (self.buffer.done, self.buffer.chunks) if isinstance(self.buffer, Filling) else (0, 0)
+
+    @property
+    def reading(self) -> Reading | None:
+        """The open read, which may be about to stop."""
+        return self.state.reading
+
+    @property
+    def call(self) -> Call | None:
+        """The caller's call, until it has ended."""
+        return self.state.call
+
+    @property
+    def is_withdrawing(self) -> bool:
+        """The caller's unpublish goes on: the server knows of it, and has granted what it claims."""
+        call = self.state.call
+        return call is not None and call.verb == "unpublish" and call.may_withdraw
+
+    @property
+    def is_ready(self) -> bool:
+        """The version of its call is within reach, or here: what is held may be given up for it."""
+        call, buffer = self.state.call, self.buffer
+        if call is None or call.resolved is None:
+            return False
+        if isinstance(buffer, Holding | Filling) and buffer.version == call.resolved:
+            return isinstance(buffer, Holding) or buffer.chunks > 0 or self.state.has_within_reach(call.resolved)
+        return self.state.has_within_reach(call.resolved)
+
+    @property
+    def is_registered(self) -> bool:
+        """The caller has registered tensors."""
+        return self.state.layout is not None
+
+    @property
+    def may_register(self) -> bool:
+        """Other tensors may be registered: nobody reads or writes the present ones."""
+        is_idle = self.call is None and self.state.is_untouched
+        return is_idle and isinstance(self.buffer, Empty | Poisoned)
+
+    @property
+    def connected(self) -> bool:
+        """A connection to the server stands."""
+        return self.state.connected
+
+    @property
+    def session(self) -> Number:
+        """As the server last named it."""
+        return self.state.session
+
+    @property
+    def refusal(self) -> Refusal | None:
+        """Why the server does not talk to this worker, since the last connection."""
+        return self.state.refusal
+
+    @property
+    def prefetch(self) -> Spec | None:
+        """What the caller wants fetched ahead."""
+        return self.state.copies.prefetch
+
+    @property
+    def pins(self) -> tuple[Version, ...]:
+        """The versions that the caller wants kept."""
+        return self.state.copies.pins
+
+    @property
+    def reported(self) -> int:
+        """The number of the last report."""
+        return self.state.book.number
+
+    @property
+    def acknowledged(self) -> int:
+        """The last report that the server has taken in."""
+        return self.state.book.acknowledged
+
+    def why_not_begin(self, call: events.Called) -> Failure | None:
+        """The caller's mistake, if that call is one."""
+        return why_not_begin(self.state, call)
+
+    def update_at_once(self, hello: Hello, call: events.Called) -> Version | Failure | None:
+        """What an update to "prefetched" comes to where the server need not be asked; None where it has to be."""
+        return update_at_once(self.state, hello, call)
+
+    # --- events -------------------------------------------------------------------------------------------------------
+
+    def _take(self, event: events.Event) -> None:
+        """What the event changes at once."""
+        worker = self.state
+        match event:
+            case events.Connected():
+                self._connected()
+            case events.Disconnected():
+                worker.connected = False
+                if worker.has_heard:
+                    worker.has_heard, worker.alone_since = False, worker.now
+            case events.Received(message=message):
+                if isinstance(message, Refusal):
+                    take_refusal(worker, message)
+                else:
+                    take(worker, message)
+            case events.Registered():
+                self._register(event)
+            case events.Called():
+                calls.take(worker, event)
+            case events.MayWithdraw():
+                if worker.call is not None:
+                    worker.call.is_held_back = False
+            case events.ClaimDropped():
+                worker.claim = None
+            case events.Cancelled():
+                if worker.call is not None:
+                    calls.end_badly(worker)
+            case events.Closing(deadline=deadline):
+                calls.begin(worker, deadline)
+            case events.ReadOpened(ticket=ticket):
+                reads.opened(worker, ticket)
+            case events.ReadTouched(ticket=ticket):
+                reads.touched(worker, ticket)
+            case events.ReadBarred():
+                reads.barred(worker, event)
+            case events.ReadAdvanced():
+                reads.advanced(worker, event)
+            case events.ReadMeasured():
+                worker.slot.measured(event)
+            case events.ReadEnded():
+                reads.ended(worker, event)
+            case AcrossOpened() | PartEnded() | PartMeasured():
+                self._take_of_parts(event)
+            case events.NotShared():
+                reads.not_shared(worker, event)
+            case events.ServingStopped(version=version):
+                reads.serving_stopped(worker, version)
+            case events.CopiedOut(version=version, failure=failure):
+                reads.copied_out(worker, version, failure)
+            case events.CopiedIn(version=version, failure=failure):
+                reads.copied_in(worker, version, failure)
+            case events.CopyDropped(version=version):
+                worker.copies.dropped(version)
+                worker.note(f"host copy of version {version} dropped")
+            case events.CopyCounted(version=version):
+                worker.copies.counted(version)
+            case events.Wished(prefetch=prefetch, pins=pins):
+                worker.copies.prefetch, worker.copies.pins = prefetch, pins
+            case events.Tick():
+                pass
+            case _:
+                assert_never(event)
+
+    def _take_of_parts(self, event: AcrossOpened | PartEnded | PartMeasured) -> None:
+        """What becomes of a read across layouts."""
+        worker = self.state
+        match event:
+            case AcrossOpened(ticket=ticket, root=root):
+                reads.opened(worker, ticket, root)
+            case PartEnded():
+                reads.part_ended(worker, event)
+            case PartMeasured(part=part, arrived_bytes=arrived_bytes):
+                if part in worker.slot.parts.open:
+                    worker.slot.parts.arrived_bytes[part] = arrived_bytes
+
+    def _connected(self) -> None:
+        worker = self.state
+        worker.connected, worker.refusal = True, None
+        worker.book.repeat()
+        if worker.layout is not None:
+            worker.want(events.Send(worker.layout.layout))
+
+    def _register(self, event: events.Registered) -> None:
+        worker = self.state
+        if not self.may_register:
+            raise InvariantViolation(f"{self.me} was given other tensors while {self.buffer}")
+        worker.layout = event
+        worker.memory.register()
+        worker.copies.register(event, next_report=worker.next_report)
+        if worker.connected:
+            worker.want(events.Send(event.layout))
+
+    # --- reports ------------------------------------------------------------------------------------------------------
+
+    def _report(self) -> None:
+        """Say how things are, if that is due."""
+        worker = self.state
+        worker.slot.raise_watermark(worker.seen)
+        report = report_of(worker)
+        if worker.connected and (worker.is_urgent or worker.book.is_due(report, now=worker.now)):
+            worker.is_urgent = False
+            worker.want(events.Send(worker.book.sent(report, now=worker.now)))

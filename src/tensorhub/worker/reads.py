@@ -1,0 +1,347 @@
+"""Steps of a read: when it opens, begins and stops, and when the buffer changes its version."""
+
+from ..protocol.errors import HostMemoryFull, UsageError
+from ..protocol.messages import (
+    PREFETCHED,
+    Empty,
+    Failure,
+    Filling,
+    Grant,
+    Holding,
+    Poisoned,
+    Reading,
+    Vacated,
+    Withdrawing,
+    parse_spec,
+)
+from ..protocol.names import Digest, Ticket, Version
+from . import events
+from .events import Effect, PartEnded
+from .state import Call, WorkerState
+
+# --- When the registered memory goes from one version to another, so that no version is given up for nothing.
+#
+# The new version is opened at a source while the old one is still held and served. Only then is the old one withdrawn.
+# Once it is drained it is vacated: nobody reads it here, and all of its bytes are. The first byte that may be written
+# makes the buffer *filling*. If the call ends before that, the old version is held again.
+#
+# What an update is likely to bring may be whole in host memory already. Then the old version is withdrawn with the
+# call:
+# the server can say which version it is, and that nobody reads the old one, in one answer. If it is another version,
+# the
+# old one is held again until that is within reach.
+
+
+# --- what the data plane tells ----------------------------------------------------------------------------------------
+
+
+def touched(worker: WorkerState, ticket: Ticket) -> None:
+    """The read may write the buffer from now on: what was vacated is gone."""
+    reading = worker.reading
+    if reading is None or reading.to_host or reading.ticket != ticket or not isinstance(worker.buffer, Vacated):
+        return
+    worker.memory.touch(reading.version)
+    if worker.call is None:  # it ended a moment ago
+        worker.memory.cut_short(next_report=worker.next_report)
+
+
+def serving_stopped(worker: WorkerState, version: Version) -> None:
+    """Nobody reads the registered memory any more, and nobody can."""
+    worker.memory.serving_stopped(version, is_leaving=worker.departure is not None)
+    take_back(worker)
+    worker.note(f"version {version} withdrawn")
+
+
+def copied_out(worker: WorkerState, version: Version, failure: Failure | None) -> None:
+    """An offload has ended."""
+    worker.copies.copied_out(version, failure)
+    worker.note(f"offload of version {version} ended: {failure.message if failure else 'done'}")
+
+
+def copied_in(worker: WorkerState, version: Version, failure: Failure | None) -> None:
+    """The buffer is as the host copy; or the copy was no good, or copying failed."""
+    root = worker.copies.copied_in(version, failure, next_report=worker.next_report)
+    if failure is not None:
+        worker.note(f"filling from the host copy of version {version} failed: {failure.message}")
+        if failure.code == UsageError.code and worker.call is not None and worker.call.fills:
+            worker.call.hopeless = failure  # its tensors are not there: whoever has the version, it cannot be had here
+    if root is not None and isinstance(worker.buffer, Filling) and worker.buffer.version == version:
+        worker.want(worker.memory.complete(root))
+        worker.note(f"holds version {version}, from its host copy")
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+def begin(worker: WorkerState, call: Call) -> None:
+    """Free the buffer for the version of the call, as far as that is possible now."""
+    version = call.resolved
+    if version is None:
+        _withdraw_ahead(worker, call)
+        return
+    match worker.buffer:
+        case Holding(version=held) if held != version and worker.has_within_reach(version) and not call.is_held_back:
+            withdraw(worker)
+        case Withdrawing(version=held) if held == version or not worker.has_within_reach(version):
+            hold_on(worker)
+        case Vacated(version=held) if held == version:
+            take_back(worker)
+        case Vacated() if worker.is_untouched and worker.copies.whole(version) is not None:
+            worker.memory.begin_fill(version)
+        case Empty() | Poisoned() if worker.is_untouched:
+            worker.memory.begin_fill(version)
+
+
+def withdraw(worker: WorkerState) -> None:
+    """Ask to take the promise back."""
+    worker.memory.withdraw(next_report=worker.next_report)
+    worker.note(f"withdraws version {worker.memory.held}")
+
+
+def _withdraw_ahead(worker: WorkerState, call: Call) -> None:
+    """Ask for it with the call, if what that brings is likely to be here. Not for long: a shard may not have come."""
+    is_likely = worker.now < call.impatient_at and worker.copies.whole(_likely_version(worker, call)) is not None
+    if not is_likely:
+        hold_on(worker)
+    elif isinstance(worker.buffer, Holding) and is_likely and call.number is not None and not call.is_held_back:
+        withdraw(worker)
+
+
+def _likely_version(worker: WorkerState, call: Call) -> Version | None:
+    """What an update will bring, as far as can be known here; None where what is held may be enough."""
+    held = worker.memory.held
+    if call.verb != "update" or held is None:
+        return None
+    version = worker.copies.newest_whole if call.spec == PREFETCHED else parse_spec(call.spec)
+    if call.spec == "latest":
+        version = worker.proofs.newest
+    return version if version is not None and version > held else None
+
+
+def hold_on(worker: WorkerState) -> None:
+    """Hold again what was to be withdrawn, if anything was, unless that is done already, or the worker leaves."""
+    if isinstance(worker.buffer, Withdrawing) and not worker.memory.is_stopping and worker.departure is None:
+        worker.memory.keep()
+        worker.note(f"holds version {worker.memory.held} on")
+
+
+def hurry(worker: WorkerState) -> None:
+    """Half of the time is over: whoever still reads what is withdrawn is cut off."""
+    if isinstance(worker.buffer, Withdrawing) and not worker.buffer.impatient:
+        worker.memory.hurry()
+        worker.note(f"withdraws version {worker.memory.held}, impatient")
+
+
+def take_back(worker: WorkerState) -> None:
+    """Hold the vacated version again, if its call is over or wants just that, and nothing was written over it."""
+    buffer, call = worker.buffer, worker.call
+    if not isinstance(buffer, Vacated) or worker.slot.may_write:
+        return
+    if call is not None and (not call.fills or call.resolved != buffer.version):
+        return
+    worker.want(worker.memory.take_back())
+    worker.note(f"holds version {buffer.version} again, nothing was written over it")
+
+
+def advance_copies(worker: WorkerState) -> None:
+    """Offload, fill from a host copy, and drop the copies that may go."""
+    step: Effect | None = None
+    buffer, copies = worker.buffer, worker.copies
+    if isinstance(buffer, Holding | Withdrawing) and not worker.memory.is_stopping:
+        step = copies.copy_out(buffer)
+    elif isinstance(buffer, Filling) and not worker.slot.is_into_buffer:
+        if worker.is_untouched:
+            step = copies.copy_in(buffer.version)
+        elif worker.memory.serving is not None and copies.whole(buffer.version) is not None:
+            # A read had filled a part of it: the peers that read that part must go first.
+            worker.memory.cut_short(next_report=worker.next_report)
+    if step is not None:
+        worker.note(f"begins: {step}")
+        worker.want(step)
+    worker.effects += copies.drop_what_may_go(worker.reading)
+
+
+# --- Reads: when one is opened, begun and stopped, and what it brings to the buffer or to a host copy.
+
+
+# --- what the data plane tells ----------------------------------------------------------------------------------------
+
+
+def opened(worker: WorkerState, ticket: Ticket, root: Digest | None = None) -> None:
+    """The source has what was granted: the old version may be withdrawn for it. `root`: of what is read across."""
+    reading = worker.slot.note_opened(ticket, root)
+    worker.is_urgent |= reading is not None and root is not None  # others wait to hear what it is
+    if reading is not None:
+        worker.note(f"has opened version {reading.version} at {reading.source}")
+        if worker.call is not None:
+            worker.call.opened = reading.version
+
+
+def barred(worker: WorkerState, event: events.ReadBarred) -> None:
+    """A read that was told to stop writes no more. The old version is back if nothing was written and nobody calls."""
+    if not worker.slot.bar(event.ticket):
+        return
+    if event.is_touched:
+        touched(worker, event.ticket)
+    take_back(worker)
+
+
+def advanced(worker: WorkerState, event: events.ReadAdvanced) -> None:
+    """More chunks are in place."""
+    reading = worker.reading
+    if reading is None or reading.ticket != event.ticket:
+        return
+    if reading.to_host:
+        if reading.version in worker.copies.by_version:
+            worker.copies.advanced(reading.version, event.done, event.chunks)
+        return
+    if event.done:
+        touched(worker, event.ticket)
+    if isinstance(worker.buffer, Filling):
+        worker.memory.advance(event.done, event.chunks)
+
+
+def not_shared(worker: WorkerState, event: events.NotShared) -> None:
+    """A host copy of its own is made; without room for one the read is not wanted any more, and is stopped."""
+    reading = worker.slot.not_shared(event.ticket)
+    if reading is not None and worker.copies.may_begin(reading.version):
+        worker.copies.begun(reading.version, worker.slot.root)
+        worker.note(f"cannot map the host copy of version {reading.version} of {reading.source}, and reads it")
+
+
+def part_ended(worker: WorkerState, event: PartEnded) -> None:
+    """One source of a read across is done with; the others go on."""
+    reading, slot = worker.reading, worker.slot
+    if reading is None or not slot.is_across or reading.ticket != event.ticket:
+        return
+    found = slot.parts.ended(event.part, brought=event.brought)
+    if found is None:
+        return
+    grant, by_itself = found
+    worker.is_urgent = True
+    if event.failure is not None and by_itself:
+        slot.failed(Reading(grant.ticket, grant.source, grant.version), event.failure)
+        worker.note(f"part {event.part} from {grant.source} failed: {event.failure.message}")
+
+
+def ended(worker: WorkerState, event: events.ReadEnded) -> None:
+    """No byte of a read can land any more."""
+    if event.complete:
+        touched(worker, event.ticket)  # a version of no bytes has touched none
+    reading, by_itself = worker.slot.ended(event.ticket)
+    worker.is_urgent = True  # somebody may wait for that; and the server need not have heard of it yet
+    if event.complete and reading.shares:
+        worker.copies.shared(reading.version, worker.slot.root)
+        worker.note(f"shares the host copy of version {reading.version} of {reading.source}")
+    elif event.complete and reading.to_host:
+        worker.copies.filled(reading.version)
+        worker.note(f"has a host copy of version {reading.version}, last chunk from {reading.source}")
+    elif event.complete and isinstance(worker.buffer, Filling) and worker.buffer.version == reading.version:
+        worker.want(worker.memory.complete(worker.slot.root))
+        worker.note(f"holds version {reading.version}, last chunk from {reading.source}")
+    elif event.failure is not None and by_itself and reading.to_host and event.failure.code == HostMemoryFull.code:
+        if reading.version in worker.copies.by_version:
+            worker.copies.leave(reading.version, next_report=worker.next_report)
+        worker.note(f"no memory for a host copy of version {reading.version}: {event.failure.message}")
+    elif event.failure is not None and by_itself:
+        worker.slot.failed(reading, event.failure)
+        worker.note(f"read {event.ticket} from {reading.source} failed: {event.failure.message}")
+    take_back(worker)
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+def advance(worker: WorkerState) -> None:
+    """Open, begin or stop a read, as grant and buffer have it now."""
+    slot, call = worker.slot, worker.call
+    wanted, offer = _is_wanted(worker, slot.offer), slot.offer
+    may_be_wanted = call is not None and call.fills and not isinstance(worker.buffer, Holding)
+    if offer is not None and not wanted and (offer.to_host or not may_be_wanted):
+        slot.decline()
+        worker.is_urgent = True  # its source need not wait for us
+    slot.stop_unless_granted(is_wanted=wanted)
+    if slot.may_start(is_wanted=wanted, now=worker.now):
+        _begin(worker)
+    elif slot.is_opened and not slot.is_stopping:
+        _go_on(worker)
+    for effect in slot.effects:
+        if isinstance(effect, events.StopRead):
+            worker.note(f"stops ticket {effect.ticket}: {slot.stop_reason}")
+    worker.effects += slot.take_effects()
+
+
+def _is_wanted(worker: WorkerState, grant: Grant | None) -> bool:
+    """What is granted can be opened or read now, or is being read."""
+    call = worker.call
+    if grant is None:
+        return False
+    if grant.to_host:
+        may_fetch = worker.copies.may_fetch(grant.version, call.resolved if call is not None else None)
+        return may_fetch and not _is_of_other_tensors(worker)
+    if call is None or not call.fills or call.resolved != grant.version:
+        return False
+    if isinstance(worker.buffer, Filling):
+        return worker.buffer.version == grant.version and worker.copies.copying is None
+    is_other = not isinstance(worker.buffer, Empty | Poisoned) and worker.buffer.version != grant.version
+    return is_other and worker.copies.whole(grant.version) is None
+
+
+def _is_of_other_tensors(worker: WorkerState) -> bool:
+    """What is opened across for a host copy was worked out for tensors that are not registered any more."""
+    slot, reading = worker.slot, worker.reading
+    if reading is None or not (slot.is_across and reading.to_host):
+        return False
+    return reading.version not in worker.copies.by_version and slot.layout != worker.copies.layout
+
+
+def _go_on(worker: WorkerState) -> None:
+    """Read what was opened, if that may be written now."""
+    slot, reading = worker.slot, worker.reading
+    assert reading is not None
+    if isinstance(worker.buffer, Vacated) and not reading.to_host:
+        slot.go_on()
+    elif reading.to_host:
+        slot.go_on()
+        worker.copies.begun(reading.version, slot.root)
+    elif slot.is_across and isinstance(worker.buffer, Filling) and not worker.memory.is_stopping:
+        slot.go_on()
+        worker.memory.serve_fill()
+
+
+def _begin_across(worker: WorkerState, grant: Grant) -> None:
+    """Open it in any case: what it is has to be known before a byte is written."""
+    is_free = grant.to_host or isinstance(worker.buffer, Filling | Vacated)
+    if not is_free and worker.call is not None and worker.call.opened == grant.version:
+        return  # it was opened before, at other sources: it is read once the buffer is free
+    worker.slot.start_across()
+    worker.slot.layout = worker.copies.layout
+    tickets = ", ".join(str(part) for part in worker.slot.parts.open)
+    worker.note(f"opens {grant.version} across {len(worker.slot.parts.open)} sources, tickets {tickets}")
+
+
+def _begin(worker: WorkerState) -> None:
+    slot, grant = worker.slot, worker.slot.offer
+    assert grant is not None
+    if slot.grant is None:
+        _begin_across(worker, grant)
+        return
+    if grant.to_host:
+        slot.start()
+        if grant.shares:
+            worker.copies.begun_to_share()
+        else:
+            worker.copies.begun(grant.version, grant.root)
+    elif isinstance(worker.buffer, Filling):
+        if worker.memory.is_stopping:
+            return
+        slot.start()
+        worker.memory.serve_fill()
+    elif worker.call is None or worker.call.opened != grant.version:
+        slot.start(is_only_opened=True)
+    elif isinstance(worker.buffer, Vacated):
+        slot.start()
+    else:
+        return  # it was opened before, at another source: it is read once the buffer is free
+    verb = "reads" if not slot.is_opening else "opens"
+    worker.note(f"{verb} {grant.version} at {grant.source}, ticket {grant.ticket}: {grant.reason}")

@@ -1,0 +1,408 @@
+"""A worker's state: its call, its reports, its parts, and their invariants."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from math import inf
+
+from msgspec.structs import replace
+
+from ..protocol.messages import (
+    Answer,
+    Buffer,
+    CallReport,
+    Empty,
+    Failure,
+    Filling,
+    Holding,
+    Orders,
+    Reading,
+    Refusal,
+    Report,
+    Roster,
+    Spec,
+    Vacated,
+    Withdrawing,
+    call_text,
+)
+from ..protocol.names import Digest, Number, Ticket, Version, WorkerId
+from .buffer import RegisteredMemory
+from .copies import HostCopies
+from .events import Effect, Registered
+from .read_slot import ReadSlot
+
+# --- When a worker reports: at once when there is news, and once a second in any case.
+#
+# What only leads to further news waits a moment for that, and goes in the same report: it spares a server of
+# thousands of
+# workers two of nine reports of an update. The book remembers when each report was sent: a lease counts from the
+# sending
+# of the report that was acknowledged.
+
+
+TOGETHER_S = 0.1  # a source answers within a few round trips, and serving stops within a millisecond
+MAX_UNACKNOWLEDGED = 64  # a minute of silence at one a second: the lease is long over
+
+
+def news_of(report: Report) -> Report:
+    """The report without counters and what the server itself has said: a change of anything else is told at once."""
+    buffer = Filling(report.buffer.version) if isinstance(report.buffer, Filling) else report.buffer
+    reading = report.reading
+    if reading is not None:
+        reading = replace(reading, rate_bytes_per_s=0, arrived_bytes=0, is_opened=False)
+    across = report.across
+    if across is not None:
+        parts = tuple(replace(each, arrived_bytes=0) for each in across.parts)
+        across = replace(across, parts=parts, is_opened=False)
+    copies = tuple(replace(each, done=0, chunks=0) for each in report.copies)
+    counters = {"number": 0, "seen": Number(0), "closed": Ticket(0), "received_bytes": {}, "cross_site_bytes": {}}
+    carried = replace(report, newest=None, newest_receipt="", receipts={}, ceiling=Number(0), ceiling_receipt="")
+    carried = replace(carried, claimed_in=Number(0), stops=False, roster=None)
+    return replace(carried, buffer=buffer, reading=reading, across=across, copies=copies, **counters)
+
+
+def pressing(news: Report) -> Report:
+    """What of the news must not wait for more: not which read is about to be begun, nor what leads to it."""
+    buffer, reading, call = news.buffer, news.reading, news.call
+    if call is not None and call.verb != "choose":  # of which all shards wait for the last one to have heard
+        call = replace(call, resolved=None)  # the server itself has said so
+    if reading is not None and not reading.to_host and not isinstance(buffer, Filling):
+        reading = None  # it is opened, and writes nothing yet
+        if isinstance(buffer, Vacated):
+            buffer = Withdrawing(buffer.version, buffer.root, buffer.published)  # it is written over next
+    return replace(news, buffer=buffer, reading=reading, call=call)
+
+
+class ReportBook:
+    """Numbers a worker's reports and says when the next one is due."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.every_s = 1.0
+        self.acknowledged = 0  # the latest report that the server has taken in
+        self._since = 1  # the first report of this connection
+        self._sent_at: dict[int, float] = {}
+        self._last_news: Report | None = None
+        self._last_at = -inf
+        self._waits_since = inf  # there is news that may wait a moment for more
+
+    def statistics(self) -> dict[str, int]:
+        """Counters, for people."""
+        return {"reports": self.number, "unacknowledged": len(self._sent_at)}
+
+    @property
+    def next_at(self) -> float:
+        """When the next report is due if there is no further news."""
+        return min(self._last_at + self.every_s, self._waits_since + TOGETHER_S)
+
+    def unanswered_s(self, now: float) -> float:
+        """How long the oldest report has waited that the server has not acknowledged."""
+        return max(0.0, now - min(self._sent_at.values(), default=now))
+
+    def repeat(self) -> None:
+        """A new connection: the server at its end may have heard nothing, so all is told again."""
+        self._last_news, self._last_at = None, -inf
+        self._since = self.number + 1
+
+    def is_current(self, acknowledged: int) -> bool:
+        """Orders with that acknowledgement answer something that was said over this connection.
+
+        All is said anew on each: what answers an older one may be the word of a server that is dead, and what the next
+        one has heard must stay true.
+        """
+        return acknowledged >= self._since
+
+    def is_due(self, report: Report, *, now: float) -> bool:
+        """It is to go out now. News that may wait has its time from the first of these calls that shows it."""
+        former = self._last_news
+        if former is None or now >= self.next_at:
+            return True
+        news = news_of(report)
+        if pressing(news) != pressing(former):
+            return True
+        self._waits_since = min(self._waits_since, now) if news != former else inf
+        return False
+
+    def sent(self, report: Report, *, now: float) -> Report:
+        """Number the report and note that it goes out now."""
+        self.number += 1
+        self._last_news, self._last_at, self._waits_since = news_of(report), now, inf
+        self._sent_at[self.number] = now
+        if len(self._sent_at) > MAX_UNACKNOWLEDGED:
+            del self._sent_at[min(self._sent_at)]
+        return replace(report, number=self.number)
+
+    def acknowledge(self, number: int) -> float | None:
+        """When that report was sent, None if that is not known (any more); older ones are forgotten."""
+        self.acknowledged = max(self.acknowledged, number)
+        sent_at = self._sent_at.get(number)
+        self._sent_at = {n: at for n, at in self._sent_at.items() if n > number}
+        return sent_at
+
+
+# --- What the server has signed and a worker keeps for it: a server that starts anew believes nothing else it is
+# told.
+
+
+@dataclass
+class Proofs:
+    """The newest of each, for the next report."""
+
+    newest: Version | None = None  # version of the model
+    newest_receipt: str = ""
+    ceiling: Number = Number(0)  # no server has ever given out a number above it
+    ceiling_receipt: str = ""
+    roster: Roster | None = None  # who lives
+    receipts: dict[int, str] = field(default_factory=dict)  # by version of what is here: it is what was published
+
+    def take_orders(self, orders: Orders, here: list[Version | None]) -> None:
+        """The latest orders. `here`: the versions of which this worker has something, or is about to."""
+        if orders.newest is not None:
+            self.newest, self.newest_receipt = orders.newest, orders.newest_receipt
+        if orders.ceiling > self.ceiling:
+            self.ceiling, self.ceiling_receipt = orders.ceiling, orders.ceiling_receipt
+        self.roster = orders.roster
+        self.receipts = {**self.receipts_of(here), **orders.receipts}
+
+    def receipts_of(self, here: list[Version | None]) -> dict[int, str]:
+        """Those of what is here."""
+        return {version: receipt for version, receipt in self.receipts.items() if version in here}
+
+
+# --- The caller's call at one worker, from its beginning to its end. A worker has one at a time.
+
+
+FILLS = ("replicate", "update")
+
+
+@dataclass
+class Call:
+    """What the caller wants, and what the server has answered so far."""
+
+    verb: str
+    spec: Spec
+    root: Digest
+    started: float
+    deadline: float
+    claim: Version | None = None  # of an unpublish
+    number: int | None = (
+        None  # its position among the replica's calls; None until that can be known, and may turn out late
+    )
+    resolved: Version | None = None
+    answer: Answer | None = None
+    opened: Version | None = None  # some source had this version, and its manifest is here
+    hopeless: Failure | None = None  # why no source, and no host copy, can help this worker
+    is_delayed: bool = False  # the caller was told why it waits so long
+    waits: bool = False  # of a replicate: for a number that nobody has published yet
+    metadata: Digest = Digest("")  # of a publish
+    grid: Digest = Digest("")  # the same
+    floor: Version | None = None  # of an update: what was held when the caller called
+    is_held_back: bool = False  # nothing is withdrawn for it yet
+
+    def __str__(self) -> str:
+        return call_text(self.verb, self.spec, self.claim, waits=self.waits)
+
+    @property
+    def fills(self) -> bool:
+        """It is to bring another version into the buffer."""
+        return self.verb in FILLS
+
+    @property
+    def awaits_shard(self) -> Failure | None:
+        """What the server last said of shards that have not come to this call."""
+        waiting = self.answer.waiting if self.answer is not None else None
+        return waiting if waiting is not None and waiting.code == "group-incomplete" else None
+
+    @property
+    def impatient_at(self) -> float:
+        """Readers have half of the time to finish or to move; then those who still read are cut off."""
+        return self.started + (self.deadline - self.started) / 2
+
+    @property
+    def may_withdraw(self) -> bool:
+        """The server knows of the call and has granted its claim: a call that is refused must have changed nothing."""
+        return self.number is not None and (self.claim is None or self.resolved is not None)
+
+    @property
+    def is_called_again(self) -> bool:
+        """Its version was lost, and what it names may be another version by now: the worker makes the call once more.
+
+        All shards of the replica hear so together, and all do the same.
+        """
+        error = self.answer.error if self.answer is not None else None
+        is_lost = error is not None and error.code == "version-unavailable"
+        return is_lost and self.fills and not isinstance(self.spec, int)
+
+    def take(self, answer: Answer | None) -> bool:
+        """The server has answered. Returns whether it has just said which version it is."""
+        if answer is None or answer.number != self.number:
+            return False
+        if answer.instead > answer.number and self.resolved is None:
+            self.number, self.answer = answer.instead, None
+            return False
+        self.answer = answer
+        is_news = self.resolved is None and answer.version is not None
+        self.resolved = answer.version if is_news else self.resolved
+        return is_news
+
+    def again(self) -> "Call":
+        """The same call as the replica's next one."""
+        former = self.verb, self.spec, self.root, self.started, self.deadline
+        return Call(*former, waits=self.waits, floor=self.floor)
+
+    def for_report(self) -> CallReport | None:
+        """As a report says it."""
+        if self.number is None:
+            return None
+        return CallReport(
+            *(self.number, self.verb, self.spec, self.root, self.resolved, self.claim, self.waits, self.metadata),
+            self.grid,
+            self.floor,
+        )
+
+
+# --- How far a worker that was closed is with leaving.
+
+
+FOR_HEIRS = 0.9  # of the time: to be cut off takes a reader a few messages, and what it has not got may be lost
+
+
+@dataclass
+class Departure:
+    """From `close()` until nothing keeps the worker any more."""
+
+    started: float
+    deadline: float
+    is_hurried: bool = False  # the time of heirs and readers is over
+    leaving_in: int = 0  # the first report that says that nothing is left here
+    is_alone: bool = False  # it waits for the server, and has said so
+    has_left: bool = False
+
+    @property
+    def impatient_at(self) -> float:
+        """Heirs and readers have nearly all of the time; the rest is for cutting off those who still read."""
+        return self.started + FOR_HEIRS * (self.deadline - self.started)
+
+
+# --- All that a worker is at one moment. The machine owns it; the steps of the other files change it.
+#
+# What has rules of its own is a part with a class of its own: the registered memory, the open read, the host copies.
+# Only
+# such a part changes its fields. The rest is here.
+
+
+@dataclass
+class WorkerState:
+    """One worker, as the last event left it."""
+
+    me: WorkerId
+    received_bytes: dict[str, int]  # by source replica; the shell counts
+    cross_site_bytes: dict[int, int]  # by version, of those received from other sites; the shell counts
+
+    # its parts
+    memory: RegisteredMemory = field(init=False)
+    slot: ReadSlot = field(init=False)
+    copies: HostCopies = field(default_factory=HostCopies)
+    book: ReportBook = field(default_factory=ReportBook)
+    proofs: Proofs = field(default_factory=Proofs)
+
+    # what its caller wants
+    layout: Registered | None = None
+    call: Call | None = None
+    departure: Departure | None = None
+    claim: Version | None = None  # what the last unpublish has claimed, until it is published
+    claimed_in: Number = Number(0)  # the number of the orders that granted it
+    ended: int = 0  # position of the last call that ended here
+    finished: int = 0  # and of the last one that ended well
+    missed: Failure | None = None  # why the last one was never made
+
+    # what it knows from the server
+    connected: bool = False
+    has_heard: bool = False  # orders came on this connection
+    alone_since: float = -inf  # when the last connection broke on which some came
+    refusal: Refusal | None = None
+    session: Number = Number(0)
+    seen: Number = Number(0)  # the highest number of orders
+    position: int | None = None  # of the replica's last call that ended anywhere
+    patience_s: float = inf  # a shard may have been dead for that long without our having been told
+
+    # of this event
+    now: float = -inf
+    is_urgent: bool = False  # the next report must not wait
+    effects: list[Effect] = field(default_factory=list)
+    story: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=200))
+
+    def __post_init__(self) -> None:
+        self.memory, self.slot = RegisteredMemory(self.me), ReadSlot(self.me)
+
+    def want(self, effect: Effect | None) -> None:
+        """The shell is to carry this out."""
+        if effect is not None:
+            self.effects.append(effect)
+
+    def note(self, what: str) -> None:
+        """Something has happened, for people who ask later."""
+        self.story.append((self.now, what))
+
+    # --- questions ----------------------------------------------------------------------------------------------------
+
+    @property
+    def buffer(self) -> Buffer:
+        """What the registered memory is."""
+        return self.memory.buffer
+
+    @property
+    def reading(self) -> Reading | None:
+        """The open read, which may be about to stop."""
+        return self.slot.reading
+
+    @property
+    def next_report(self) -> int:
+        """The number of the first report that says what is decided now."""
+        return self.book.number + 1
+
+    @property
+    def is_untouched(self) -> bool:
+        """Nobody reads or writes the registered memory."""
+        return not self.slot.is_into_buffer and self.memory.serving is None and self.copies.copying is None
+
+    def has_within_reach(self, version: Version) -> bool:
+        """A source of the version has answered, or it is whole in a host copy: the old one may be given up for it."""
+        return (self.call is not None and self.call.opened == version) or self.copies.whole(version) is not None
+
+    @property
+    def versions_here(self) -> list[Version | None]:
+        """The versions of which something is here."""
+        return [self.memory.held, *self.copies.by_version]
+
+    @property
+    def versions_at_hand(self) -> list[Version | None]:
+        """These, and what is being read: all of it may be here before the server is heard again."""
+        coming = [self.reading.version] if self.reading is not None else []
+        return [*self.versions_here, *coming, *([self.buffer.version] if isinstance(self.buffer, Filling) else [])]
+
+
+# --- What must be true of a worker after every event, whatever came in. A contradiction is a bug of ours.
+
+
+def contradiction(worker: WorkerState) -> str | None:
+    """How a worker contradicts itself, or None."""
+    slot, buffer, serving = worker.slot, worker.buffer, worker.memory.serving
+    reading = slot.reading
+    if slot.may_write and not slot.is_stopping and not isinstance(buffer, Filling | Vacated):
+        return f"reads {reading} into a buffer that is {buffer}"
+    if isinstance(buffer, Filling) and worker.call is None:
+        return f"fills {buffer} and is in no call"
+    if isinstance(buffer, Vacated) and serving is not None:
+        return f"has vacated {buffer.version} and serves {serving}"
+    if reading is not None and slot.closed >= min(slot.parts.open, default=inf if slot.is_across else reading.ticket):
+        return f"reads ticket {reading.ticket}, called closed up to {slot.closed}"
+    if isinstance(buffer, Empty) and serving is not None:
+        return f"serves version {serving} from an empty buffer"
+    if isinstance(buffer, Holding | Withdrawing) and serving != buffer.version:
+        return f"holds {buffer.version} and serves {serving}"
+    if isinstance(buffer, Holding | Withdrawing) and slot.may_write:
+        return f"holds {buffer.version} while {reading} still writes"
+    copies = worker.copies
+    if copies.count > copies.max_copies and not copies.leaving:
+        return f"has {copies.count} host copies where {copies.max_copies} are allowed"
+    return None
