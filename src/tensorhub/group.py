@@ -201,10 +201,8 @@ async def leave(opened: Sequence[aio.Weights]) -> None:
 # --- All shards of a replica in one process: `open_group`, and one object for what each shard would call.
 #
 # For an engine that has several shards in one process, and for whoever wants a full model of N shards without boxes.
-# Each
-# shard is a worker of its own, as if it lived in a process of its own; their calls run at the same time, which is
-# what a
-# group's calls need.
+# Each shard is a worker of its own, as if it lived in a process of its own; their calls run at the same time, which
+# is what a group's calls need.
 
 
 def open_group(

@@ -34,13 +34,11 @@ from .output import count_text, size_text
 # --- `tensorhub doctor`: which transports work on this machine, at what rate, and what to do about those that do not.
 #
 # A transport that works is not always taken: a setting may leave it out, and NIXL has no advantage without its
-# hardware.
-# Then the doctor says so, and why.
+# hardware. Then the doctor says so, and why.
 #
 # Whatever could hang or crash runs in a child with a deadline: two workers of its own that move 256 MiB over loopback
-# for
-# each transport, and the question to the reference server. The rest is read from files of the kernel.
-# It must never: hang, change a setting, or need a reference server.
+# for each transport, and the question to the reference server. The rest is read from files of the kernel. It must
+# never: hang, change a setting, or need a reference server.
 
 
 SIZE_BYTES = 256 << 20  # 15 ms at the rate of memory, half a second at 4 Gbit/s

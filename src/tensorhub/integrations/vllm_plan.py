@@ -14,8 +14,7 @@ import tensorhub
 # --- Boxes of a copy: which part of a published tensor comes to lie where, told by the two views that are copied.
 #
 # A view's dimensions are those of the published tensor, cut, swapped, merged or split. What several copies bring
-# becomes
-# as few boxes as can say it. It must never: take a step for a dimension that is none.
+# becomes as few boxes as can say it. It must never: take a step for a dimension that is none.
 
 
 MAX_BOXES = 1 << 16  # of one copy: more is no layout that anybody should read by

@@ -221,14 +221,12 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 #
 # Each of vLLM's ranks is a replica of its own, which serves what it has on the host, also while vLLM computes. vLLM's
 # layerwise reload fuses, cuts and processes for the rank, and keeps every address. It is given a copy of each tensor,
-# one
-# after the other: loaders may change what they are given, and others read what is on the host.
+# one after the other: loaders may change what they are given, and others read what is on the host.
 #
 # Before a version is fetched, `vllm_plan` follows the model's `load_weights` into the parameters as they were before
-# vLLM
-# processed them, without memory. What of the engine comes from nowhere, or of the version goes nowhere, is refused by
-# name. vLLM itself notes only a layer into which nothing came; and what `load_weights` copies into a parameter past its
-# own `weight_loader`, vLLM's reload loses.
+# vLLM processed them, without memory. What of the engine comes from nowhere, or of the version goes nowhere, is
+# refused by name. vLLM itself notes only a layer into which nothing came; and what `load_weights` copies into a
+# parameter past its own `weight_loader`, vLLM's reload loses.
 #
 # It must never: let an engine compute with parameters to which the version has brought nothing, random ones
 # (`load_format="dummy"`) or those of a version before, or let a loader write what is published.
@@ -443,8 +441,7 @@ def _forget_kernels_of_experts(model: torch.nn.Module) -> None:
 # has vLLM load them; `InPlace` reads over the parameters that vLLM computes with.
 #
 # `init_transfer_engine` joins, and answers what the driver asks: whether these ranks, all of them, have a version. It
-# is
-# the only call that may raise, and one rank raises for all.
+# is the only call that may raise, and one rank raises for all.
 
 
 logger = logging.getLogger("vllm.tensorhub")  # below vLLM's own, so that it is written where vLLM writes

@@ -28,9 +28,8 @@ if TYPE_CHECKING:
 # --- Casts of elements as torch does them, and which of them lose nothing.
 #
 # Where torch is not loaded, numpy does those casts that it rounds exactly as torch does; any other one needs torch.
-# (From
-# float64 to float16 torch goes by way of float32, and rounds twice; numpy does not. numpy has no bfloat16.) NaN stays
-# NaN, with whatever payload: torch's own differs with the length of what it casts.
+# (From float64 to float16 torch goes by way of float32, and rounds twice; numpy does not. numpy has no bfloat16.) NaN
+# stays NaN, with whatever payload: torch's own differs with the length of what it casts.
 #
 # Never: import torch where numpy will do.
 

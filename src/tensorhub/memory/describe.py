@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 # Rules:
 # 1. A tensor is accepted if its elements fill one range of memory exactly: no gaps, no element twice, any order of its
 #    dimensions (`w.t()` is fine, `w[:, ::2]` and `expand` are not). Strides travel in the layout, in elements; where
-#    they
-#    mean nothing (a dimension of size 1, a tensor without elements) they are written as a contiguous tensor's, so that
-#    they never make two layouts differ.
+#    they mean nothing (a dimension of size 1, a tensor without elements) they are written as a contiguous tensor's,
+#    so that they never make two layouts differ.
 # 2. Parameters, buffers and their subclasses are fine as long as they own plain memory; a subclass that intercepts
 #    operations (`__torch_dispatch__`: DTensor, quantized wrappers, fake tensors) is not, for its memory is elsewhere.
 # 3. Dtypes go by torch's names for torch and numpy alike.
@@ -240,8 +239,8 @@ def _refuse_sparse_memory(name: str, shape: tuple[int, ...], strides: tuple[int,
 # --- Whether registered tensors still are the memory that was registered, asked before every operation.
 #
 # `param.data = ...`, `resize_` and a storage freed from under its tensors (as FSDP does between steps) all move the
-# bytes
-# of a tensor. What was registered would be read for what it is not, and what is received would never reach the tensor.
+# bytes of a tensor. What was registered would be read for what it is not, and what is received would never reach the
+# tensor.
 #
 # Rules:
 # 1. Asking takes 0.07 us for a tensor (0.3 if no cache has it): the addresses, listed by a loop of C's, are compared

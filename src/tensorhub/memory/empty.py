@@ -34,11 +34,9 @@ if TYPE_CHECKING:
 # there.
 #
 # They are ordinary writable tensors, whose memory lies in sealed memfds (`transport.sealed`), each from the beginning
-# of
-# a page on. Many tensors lie in few such *arenas*, because a reader maps a few regions only. An arena is twice as large
-# as the one before it; what was not given out yet takes no memory. A tensor has its large pages at once, where the
-# kernel
-# has such and there is room; the rest of its pages are there when they are written.
+# of a page on. Many tensors lie in few such *arenas*, because a reader maps a few regions only. An arena is twice as
+# large as the one before it; what was not given out yet takes no memory. A tensor has its large pages at once, where
+# the kernel has such and there is room; the rest of its pages are there when they are written.
 #
 # The promise of a publisher is as ever: it writes to them only after `unpublish()`. Whatever it does, a reader takes no
 # byte that has not the digest which was announced.

@@ -214,20 +214,18 @@ def _libc() -> ctypes.CDLL:
 # --- Host memory for copies of a shard: as many as the limit allows, laid out as the registered tensors' stream.
 #
 # One that is given back is kept for the next, because memory that was never touched costs more than the copy. When
-# other
-# tensors are registered none is kept any more, and what is in use goes as its copies do: they count against the limit.
+# other tensors are registered none is kept any more, and what is in use goes as its copies do: they count against the
+# limit.
 #
 # It is memory that readers on this host can map (`transport.sealed`), where there is such. Memory of a copy that was
 # dropped may be used for the next at once: what somebody still reads there does not count any more. Not so memory that
 # other workers have mapped for good: it is theirs too, and is given back when the last of them lets it go.
 #
 # Memory that is not there is not taken either: what the limits of our cgroups and the host leave is looked at before,
-# and
-# again while a new copy is written (`room`), for whoever touches more is killed.
+# and again while a new copy is written (`room`), for whoever touches more is killed.
 #
 # Memory for copies of tensors on devices is registered with CUDA, as far as the limit on pinned memory allows
-# (`pinned`):
-# ahead of need by `prepare`, in a thread that ends by itself, and otherwise by the copy that needs it.
+# (`pinned`): ahead of need by `prepare`, in a thread that ends by itself, and otherwise by the copy that needs it.
 #
 # Never: take memory beyond the limit, or hand out memory that somebody else has; or keep alive the tensors whose layout
 # the memory has.

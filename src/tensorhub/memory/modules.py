@@ -86,8 +86,7 @@ def _reach(box: Box) -> int:
 # A tensor in a `state_dict()` is an alias: when its parameter is replaced (`module.weight = Parameter(...)`,
 # `load_state_dict(assign=True)`, `half()`, a tie that was undone) the alias goes on naming the old memory, and nothing
 # about it tells. Only the module knows what it holds now, so it is asked at every publish and before every fill. So
-# is a
-# mapping that was registered: who writes `tensors["w"] = tensors["w"] + 1` means that tensor from then on.
+# is a mapping that was registered: who writes `tensors["w"] = tensors["w"] + 1` means that tensor from then on.
 #
 # Rules:
 # 1. The tensors are the parameters and persistent buffers, with the names and in the order of `state_dict()`; of a

@@ -22,8 +22,7 @@ from .names import MAX_TEXT, plain, plain_number
 # Rules:
 # 1. Everything is counted in elements. `at` and `size` are counted in the global tensor; `offset` and `strides` in the
 #    memory of the registered tensor, from its first element on, as `torch.as_strided` counts them. So a transposed
-#    view,
-#    a slice of columns, one of several parts fused into one tensor, and one expert of a stack are all boxes.
+#    view, a slice of columns, one of several parts fused into one tensor, and one expert of a stack are all boxes.
 # 2. Memory of a registered tensor that is in no box (padding) is neither read nor written.
 # 3. The same part may lie in several places, on one worker or on several. Wherever it lies it has the same content.
 # 4. A tensor for which no boxes are given is one box: the whole of the global tensor that has its name.
@@ -206,8 +205,7 @@ def refuse_difference(mine: GlobalTensor, theirs: GlobalTensor, *, here: str, th
 #
 # The mesh dimensions are applied from left to right, each to what the ones before have left. A dimension of the tensor
 # is then a list of runs of indices, for `StridedSharded` leaves every so-many-th piece: what FSDP over tensor
-# parallelism
-# does when both cut the same dimension. There is a box for each combination of runs.
+# parallelism does when both cut the same dimension. There is a box for each combination of runs.
 #
 # Cutting follows `torch.chunk`: pieces of ceil(length / count), the last ones shorter or empty.
 

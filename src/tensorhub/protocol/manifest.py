@@ -17,8 +17,8 @@ from .names import BOXED, PARTIAL, TILED, Digest, Undecodable, decoded
 # manifest.
 #
 # So it is under the root, verified as the content is, and as long as somebody has a version, its metadata is there.
-# Equal
-# objects are equal bytes: keys in order, no spaces. It must never: guess what a value that is no JSON may have meant.
+# Equal objects are equal bytes: keys in order, no spaces. It must never: guess what a value that is no JSON may have
+# meant.
 
 
 MAX_METADATA_BYTES = 16 * 1024  # hyperparameters, counters, hashes, paths; the manifest of a GiB takes 4 KiB
@@ -110,8 +110,7 @@ def _json(value: object, where: str, depth: int) -> Json:
 # What its publisher says of the version beside its tensors is here too (see `metadata`).
 #
 # Two workers may exchange a shard only if their layout digests are equal. What two workers hold is the same version
-# only
-# if their root digests are equal: the root covers the layout, the digest of every chunk and the metadata.
+# only if their root digests are equal: the root covers the layout, the digest of every chunk and the metadata.
 
 
 DIGEST_BYTES = 16  # xxh3-128 and blake2b-128 alike
@@ -428,8 +427,8 @@ def chunk_count(size_bytes: int, chunk_bytes: int) -> int:
 #
 # A tile is one cell of the grid that all layouts of a version share. Its digest is taken over its elements in row-major
 # order of the global tensor, so it depends on no layout. Hence the manifest of *any* layout follows from the
-# publisher's
-# tile digests, without any weights: all readers of one layout know the same root before the first byte moves.
+# publisher's tile digests, without any weights: all readers of one layout know the same root before the first byte
+# moves.
 #
 # `digests` has 16 bytes for each tile of each box, in the order of the layout's boxes, and within a box in row-major
 # order. It is empty where the publisher said verify="none"; then `salt` is unique to that content.

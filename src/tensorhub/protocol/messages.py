@@ -12,8 +12,7 @@ from .names import Digest, ModelName, Number, ReplicaName, Shard, Ticket, Versio
 #
 # A worker sends `Hello` once on connecting, and its whole `Report` whenever that changes and once a second. The server
 # answers each report with the worker's `Orders`, and sends them unasked when they change. Before it takes a report of
-# an
-# unknown layout it asks for that (`LayoutWanted`, `LayoutInfo`). A lost or late message is mended by the next one.
+# an unknown layout it asks for that (`LayoutWanted`, `LayoutInfo`). A lost or late message is mended by the next one.
 #
 # Two numbers make stale messages harmless. `Orders.number` rises over the server's lives, so a worker drops orders that
 # come late; and orders are the *whole* truth at their number: a ticket below `number` that they do not name is void.

@@ -226,9 +226,8 @@ def _order_and_aliases(
 #    wholly or not at all.
 # 2. A box whose memory is longer than 4 MiB is cut further, along the dimension that is outermost *in its memory*, at
 #    multiples of a power of two counted from the tensor's beginning. So each layout can be gone through in runs of
-#    whole
-#    tiles of at most 4 MiB, also one that stores transposed; and the cuts of layouts that are cut differently fall
-#    together.
+#    whole tiles of at most 4 MiB, also one that stores transposed; and the cuts of layouts that are cut differently
+#    fall together.
 # 3. Tensors that are tied in any layout have the same cuts, so that their tiles can be compared.
 # 4. Where the cuts of all layouts together would make more than 1,024 tiles of a tensor, and these smaller than 16
 # KiB on
@@ -544,9 +543,8 @@ def _grid_of_keys(tensors: Sequence[GlobalTensor], bases: Ints, root: Ints, keys
 # --- The tiles of one shard: which cells of the grid its boxes consist of, and where each one lies in its stream.
 #
 # A shard's tiles have numbers of their own, `slot`: box after box in the order of its table, row-major within a box.
-# That
-# is the order of digests in its manifest. Where a boundary of a box is no cut (the layout came after the version was
-# published), the tiles at that boundary lie in the box in part only: `is_whole` is false for them.
+# That is the order of digests in its manifest. Where a boundary of a box is no cut (the layout came after the version
+# was published), the tiles at that boundary lie in the box in part only: `is_whole` is false for them.
 
 
 NAMES_SHOWN = 3

@@ -55,8 +55,8 @@ from .grid import (
 # 1. Each tile is fetched once, whole, from one source, and judged by its digest. Where several sources have it, they
 #    share the bytes evenly, in runs of neighbours; the first named one is preferred in a tie.
 # 2. A tile that lies whole in one box of the reader is copied straight there (`is_direct`). One that the reader keeps
-#    only a part of, or in several places, is fetched into scratch memory of its size, judged there, and kept by further
-#    copies.
+#    only a part of, or in several places, is fetched into scratch memory of its size, judged there, and kept by
+#    further copies.
 # 3. Fetches are in the order of the reader's chunks, so that its prefix grows while several sources deliver.
 # 4. A plan covers all boxes of the reader, or it is a `LayoutMismatch` that names tensor and part. So is memory that
 # two

@@ -65,9 +65,8 @@ from .wire import decode_table, grid_digest, layout_digest
 # --- One read from one source of a fill across layouts (`across`): a `Sink` that wants pieces.
 #
 # Where the mover is in use it judges and scatters by itself (`terms`). Elsewhere parcels come to `accept` as views of
-# the
-# tensors, or of scratch memory where only parts of their tiles are kept.
-# It must never: count a parcel of which a tile is not as the reader's manifest has it.
+# the tensors, or of scratch memory where only parts of their tiles are kept. It must never: count a parcel of which a
+# tile is not as the reader's manifest has it.
 
 
 class Fill(Protocol):
@@ -473,10 +472,8 @@ def _by_stream(tiles: Tiles, chunk_bytes: int) -> _Spread:
 #     read        manifests of sources ──▶ version_from: the reader's own manifest, before a byte moves
 #
 # It has the same questions as a plain `Manifest`, so that exports, host copies and the machine need not know which it
-# is.
-# Readers of it get tiles (`parcels`), readers of the same layout too; what is served is counted by chunks of equal
-# length
-# of the stream, as of every export.
+# is. Readers of it get tiles (`parcels`), readers of the same layout too; what is served is counted by chunks of
+# equal length of the stream, as of every export.
 #
 # Never: take digests from a source whose root is not the one that the server named.
 

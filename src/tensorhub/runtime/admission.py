@@ -26,8 +26,7 @@ from ..transport.threads import Thread, is_shortage, start
 #
 # Each costs a descriptor, and an answer that nobody reads costs memory. So a connection has a few seconds for its first
 # whole request, and an answer has to be taken at some rate. Where descriptors are short, a connection has as little
-# time
-# between two requests. A worker's line is none of these; its sweep is the server's.
+# time between two requests. A worker's line is none of these; its sweep is the server's.
 #
 # It must never: end a connection that asks and reads, however long it waits for an answer.
 
@@ -130,10 +129,8 @@ class Accepted:
 # together.
 #
 # Whoever can connect may be a stranger, and what one sends is kept until a message of it is whole. So a stranger is
-# heard
-# up to the length of a Hello, and cut where all strangers together hold too much. A good Hello that came before the
-# limit
-# makes welcome: then all that came after it is handed on too.
+# heard up to the length of a Hello, and cut where all strangers together hold too much. A good Hello that came before
+# the limit makes welcome: then all that came after it is handed on too.
 #
 # It must never: look into what is said, or touch a byte of those who are welcome.
 
@@ -239,8 +236,7 @@ class Stranger(asyncio.Protocol):
 #
 # A page's request says where the page is from (`Origin`, `Sec-Fetch-Site`). A page whose own name was made to lead to
 # this server (DNS rebinding) says that name in `Host`. Both are refused before anything else of the request is looked
-# at.
-# No name is looked up for a request.
+# at. No name is looked up for a request.
 
 
 _HOST = re.compile(r"(?:\[([^\[\]@]+)\]|([^:\[\]@]+))(?::\d{1,5})?\Z")
@@ -351,9 +347,8 @@ def _lowest_free() -> float:
 # --- What a reference server's log says of requests that went wrong: each kind seldom, whoever sends how many.
 #
 # aiohttp logs a traceback for each. A stranger must not fill the log with them, nor hide in them what matters. What
-# is no
-# HTTP is one line, and so is a connection for which there is no descriptor. What fails is a defect of ours with its
-# traceback. Each says how many like it were left out.
+# is no HTTP is one line, and so is a connection for which there is no descriptor. What fails is a defect of ours with
+# its traceback. Each says how many like it were left out.
 #
 # Before 3.14.4 an address such as "http://[" went through aiohttp's parser as an exception: asyncio logs that one.
 

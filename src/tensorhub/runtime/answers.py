@@ -22,8 +22,8 @@ from .questions import VersionExists, spec_of_text
 # --- Long polls: a question that is asked anew whenever something may have changed, until its answer is final.
 #
 # All who ask the same get the same answer, worked out once for a burst of reports. Where that takes long it is done
-# more
-# seldom: `SHARE` of the time goes into all questions together. It must never: keep the loop from everybody's orders.
+# more seldom: `SHARE` of the time goes into all questions together. It must never: keep the loop from everybody's
+# orders.
 
 
 T = TypeVar("T")
@@ -109,8 +109,8 @@ class Polls:
 # --- The status of a large fleet, taken and encoded a little at a time, so that nobody's orders wait for it.
 #
 # At 8,192 workers it is 4 MB of JSON. So all who ask at about the same time get the same bytes, and after each time
-# there
-# is a rest. It must never: keep the loop for more than a few milliseconds, or show what was before the question.
+# there is a rest. It must never: keep the loop for more than a few milliseconds, or show what was before the
+# question.
 
 
 SLICE_S = 0.002  # at a stretch, as the intake's
@@ -220,8 +220,7 @@ def _fields(thing: msgspec.Struct) -> dict[str, object]:
 #
 # `/v1/wait` ends when a version exists, `/v1/held` when enough replicas hold it, `/v1/next_version` and `/v1/described`
 # when a restarted server has heard enough; all with the asker's patience. `/v1/cuts` is answered at once. It must
-# never:
-# change the machine, or decide.
+# never: change the machine, or decide.
 
 
 LONGEST_POLL_S = 60.0

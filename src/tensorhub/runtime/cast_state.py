@@ -267,9 +267,8 @@ class Wholeness:
 # --- Tensors whose memory goes away for a while, and comes back elsewhere or with other bytes: an engine that sleeps.
 #
 # Between `suspend` and `resume` a worker knows how its tensors are laid out, and not where they are: it keeps no
-# address,
-# and nothing that holds their memory. Host copies live on, and are read and filled ahead as ever. It must never: touch
-# memory that was suspended, or let a call begin that would.
+# address, and nothing that holds their memory. Host copies live on, and are read and filled ahead as ever. It must
+# never: touch memory that was suspended, or let a call begin that would.
 
 
 class Suspension:

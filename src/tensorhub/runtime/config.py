@@ -151,8 +151,8 @@ def _refused(error: OSError, did: str, hint: str = ELSEWHERE) -> TensorHubError:
 # --- Settings of a process: from arguments, then `TENSORHUB_*` variables, then defaults.
 #
 # `Options` are those of a worker, `core.settings.Settings` those of a reference server; both are read here, and
-# `table()`
-# lists them all for the documentation. A bad value is a `UsageError` that names the argument or the variable.
+# `table()` lists them all for the documentation. A bad value is a `UsageError` that names the argument or the
+# variable.
 
 
 DEFAULT_PORT = 7450

@@ -72,14 +72,11 @@ def _look_up(host: str, port: int, family: socket.AddressFamily) -> list[Resolve
 # swallowed is told again on the next one.
 #
 # A server that says nothing may be far behind with its decisions: then each new connection would only be more work.
-# So a
-# worker that has heard nothing for `SILENCE_S` asks with a ping, which the server's sockets answer though its decisions
-# wait, and keeps the line while anything comes. That the host is gone, or the way to it, TCP says when it does not take
-# what is sent. Only a server that lives by that and shows no other sign of life for `PATIENCE_S` is left, by each
-# worker
-# at a time of its own. So it is while a line begins: who hangs up in the queue of a busy server, to come back at its
-# end,
-# leaves it only lines that nobody wants any more.
+# So a worker that has heard nothing for `SILENCE_S` asks with a ping, which the server's sockets answer though its
+# decisions wait, and keeps the line while anything comes. That the host is gone, or the way to it, TCP says when it
+# does not take what is sent. Only a server that lives by that and shows no other sign of life for `PATIENCE_S` is
+# left, by each worker at a time of its own. So it is while a line begins: who hangs up in the queue of a busy server,
+# to come back at its end, leaves it only lines that nobody wants any more.
 #
 # What the worker's layout is goes when the server asks for it: of ten thousand that have the same, one is asked.
 #

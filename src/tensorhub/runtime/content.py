@@ -31,10 +31,8 @@ from .trust import TrustedSink
 # --- Which endpoints of a source nobody can reach from here, as far as the endpoints themselves say so.
 #
 # A worker listens at the address that its host has on the way to the reference server. Who went there by `127.0.0.1`
-# can
-# be read on its own host only. On another host a connection to that address would end at a stranger, or nowhere; so
-# it is
-# not tried, and the reader says what to change. Where a source is, its endpoint of `local` tells.
+# can be read on its own host only. On another host a connection to that address would end at a stranger, or nowhere;
+# so it is not tried, and the reader says what to change. Where a source is, its endpoint of `local` tells.
 
 
 LISTENING = ("tcp", "nixl")  # both are begun by a connection to an address

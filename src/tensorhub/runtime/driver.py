@@ -129,8 +129,7 @@ def why_waits(worker: Worker, server: str, why_away: str, now: float) -> str:
 # --- Drives one worker's machine: events in from caller, server, data plane and clock; effects out, in their order.
 #
 # Lives in the process's worker loop. If the machine contradicts itself, that is our bug: its story is logged, every
-# call
-# fails, and this worker stops. It must never: decide anything, or look at what an event means.
+# call fails, and this worker stops. It must never: decide anything, or look at what an event means.
 
 
 TRANSPORT_CLOSE_S = 5.0  # its threads return at once when cut; a copy from a device may take longer

@@ -23,10 +23,8 @@ from ..transport.threads import Thread, block_sigpipe, is_ending, no_thread, sta
 # own.
 #
 # A caller may be interrupted at any instruction (Ctrl-C). So the two share nothing that such a caller could leave
-# locked:
-# only the loop changes an errand, whoever wants something of it puts that in the loop's queue, and what the caller
-# waits
-# for is a bare lock, or a future of its own loop, that the worker loop releases.
+# locked: only the loop changes an errand, whoever wants something of it puts that in the loop's queue, and what the
+# caller waits for is a bare lock, or a future of its own loop, that the worker loop releases.
 #
 # It must never: keep the loop waiting for a caller, or lose a result that somebody has to take back.
 
@@ -135,8 +133,7 @@ def release(future: "asyncio.Future[None]", loop: asyncio.AbstractEventLoop) -> 
 # --- What a worker does in the background, and what has to wait for it: the withdrawal of exports, by their key.
 #
 # A key may be exported again as soon as its withdrawal has ended, and not before: else the new export would be
-# withdrawn.
-# Used in the worker's loop only.
+# withdrawn. Used in the worker's loop only.
 
 
 class Background:
@@ -184,8 +181,7 @@ async def _one_after_another(
 # --- The one thread with an event loop that all workers of this process share; callers' threads only wait for it.
 #
 # The thread is a daemon and starts with the first use. A forked child has no threads: it gets a new one for what it
-# opens
-# itself, and never touches what it inherited (see `forget_after_fork`).
+# opens itself, and never touches what it inherited (see `forget_after_fork`).
 
 
 AGAIN_S = 0.1  # until the next try to start a thread that must be

@@ -325,8 +325,7 @@ os.register_at_fork(after_in_child=_forget_after_fork)
 # --- Fills tensors that nobody has registered before: the work behind `load`.
 #
 # It joins as a replica of its own for as long as the transfer takes, one worker for each shard, and leaves. Nobody
-# relies
-# on it meanwhile, and nothing is fetched ahead for it. It must never: leave a worker behind, however it ends.
+# relies on it meanwhile, and nothing is fetched ahead for it. It must never: leave a worker behind, however it ends.
 
 
 LEAVE_S = 5.0  # for those who have begun to read from us meanwhile

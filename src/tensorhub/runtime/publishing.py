@@ -26,8 +26,7 @@ from .questions import fetch_cuts
 #
 # All shards of a replica cut the same grid, for it follows from what the server says of all of them: each asks once all
 # of its siblings have registered. Where another replica registers just then, two shards may have heard different
-# things:
-# the server says so, and all of them cut anew.
+# things: the server says so, and all of them cut anew.
 #
 # Blocking work is done in threads. It must never: hash before it is known how, or guess what a sibling has.
 

@@ -31,8 +31,7 @@ from .connection import CONNECT_S, STATUSES, http_session, retry_delay_s, unreac
 # --- What callers and their texts mean by a version, as the plain int or str that travels.
 #
 # Numbers of steps come out of numpy, and names out of enums. What is an integer or a text counts as one; anything
-# else is
-# left as it is, for `core.version_spec` to refuse.
+# else is left as it is, for `core.version_spec` to refuse.
 
 
 MAX_DIGITS = 100  # of a text that is looked at as a number: Python itself refuses thousands

@@ -135,9 +135,8 @@ class Line:
 # lines are read, while others still wait.
 #
 # Lateness is no time: what waits is handled as of when it came (`now`), in the order in which the lines began to
-# wait. So
-# no lease ends, and no recovery, while a report that would have changed that waits here. It must never: drop the last
-# thing that a line has said, or look into a message.
+# wait. So no lease ends, and no recovery, while a report that would have changed that waits here. It must never: drop
+# the last thing that a line has said, or look into a message.
 
 
 SLICE_S = 0.002  # at a stretch: an update's decisions take up to that, and a turn of the loop 20 µs
@@ -256,8 +255,7 @@ class Intake:
 #
 # A layout of ten thousand tensors takes a megabyte, and all workers of a model have the same few. So a worker sends its
 # own when asked for it, and of those who wait for one layout, one is asked. Another one is asked if that takes long:
-# the
-# first may have stopped, or its host may be gone. Each is asked once.
+# the first may have stopped, or its host may be gone. Each is asked once.
 #
 # A report that waits does not prolong its worker's lease. So after a while all who wait are let through, and whoever
 # names the layout later: a decision needs its digest alone, and only errors and the grid of a publish want to know
@@ -383,9 +381,8 @@ class UnknownLayouts:
 #
 # One event loop owns the machine. What workers say waits in the intake until it is decided: the machine's time is the
 # time up to which all that came was handled. Workers talk to it over `/v1/session` (WebSocket), everybody else over
-# HTTP:
-# `/v1/status`, `/healthz`, and the questions of `answers`. Whatever a stranger sends, nothing but its own connection
-# suffers. It must never: touch a weight byte, or remember what the machine does not.
+# HTTP: `/v1/status`, `/healthz`, and the questions of `answers`. Whatever a stranger sends, nothing but its own
+# connection suffers. It must never: touch a weight byte, or remember what the machine does not.
 
 
 HELLO_S = 5.0  # from the connection to its first request, and from there to a worker's first message

@@ -164,8 +164,7 @@ class TrustedSink:
 # --- The sinks of a read of tiles: one that only looks at what a source is, and one for each leg that brings bytes.
 #
 # A read of several sources writes the memory as one: `Touch` knows whether any of them may have written, and lets all
-# of
-# them write nothing more. Each part has a gate of its own besides. It must never: prolong anything by itself.
+# of them write nothing more. Each part has a gate of its own besides. It must never: prolong anything by itself.
 
 
 NOTHING = Parcels.of(array("q"), [], 0)

@@ -122,8 +122,8 @@ def _bind(state: State, member: Member, across: Across) -> None:
 # another.
 #
 # A receipt says that the content of a shard is what all shards of a replica have published. Content without one was
-# left
-# by a publish that never finished. It yields to content with one, whichever is heard first, and its worker is told.
+# left by a publish that never finished. It yields to content with one, whichever is heard first, and its worker is
+# told.
 
 
 NO_LAYOUT = Digest("")

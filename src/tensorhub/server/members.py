@@ -30,9 +30,8 @@ from ..protocol.settings import Settings
 # replica.
 #
 # All workers of one line have the same bytes of a version, chunk by chunk, and read from each other. A layout with
-# boxes
-# says itself what it is of; without them a shard is known by its number among so many. A version may be had in several
-# cuts: it is there as long as somebody has each line of one of them.
+# boxes says itself what it is of; without them a shard is known by its number among so many. A version may be had in
+# several cuts: it is there as long as somebody has each line of one of them.
 
 
 class Line(NamedTuple):
@@ -65,8 +64,7 @@ def plain_cut(shards: int) -> Cut:
 # --- How a read goes, as its reader reports it: whether anything arrives at all, and how fast.
 #
 # A read moves on with each chunk, and with each sixteenth of one that has arrived. So a slow link with large chunks
-# does
-# not look like a source that sends nothing, or next to nothing. The rate is that of the last few seconds.
+# does not look like a source that sends nothing, or next to nothing. The rate is that of the last few seconds.
 
 
 Tier = tuple[bool, bool]  # how far a read comes: (from another site, from another host)

@@ -99,8 +99,7 @@ class Numbers:
 # again.
 #
 # The rules read it. Only `intake`, `evidence`, `sessions`, `rollcall`, `apply` and the machine itself change it.
-# Whoever
-# changes it marks as dirty the members whose orders may change with it.
+# Whoever changes it marks as dirty the members whose orders may change with it.
 
 
 MAX_SAID = 100  # lines for the log that nobody has fetched

@@ -18,13 +18,11 @@ from .members import Companions, Content, Cut, Keepers, Line, Names, Place, Roll
 # --- Receipts: what a reference server has said, in a form that a later life of it recognises.
 #
 # The server remembers nothing over a restart; the workers tell it. Most of what they tell needs no proof. Four things
-# do:
-# which content a version number stands for where two workers differ, who has published it and whether it was
-# established;
-# how high version numbers have come; how high the server's own numbers have come; and who else lives. For these a
-# worker
-# carries the server's receipt: a keyed hash (BLAKE2b, RFC 7693). The key is random, only the server knows it, and it
-# outlives the process. A worker without a receipt is believed as long as no worker with a receipt contradicts it.
+# do: which content a version number stands for where two workers differ, who has published it and whether it was
+# established; how high version numbers have come; how high the server's own numbers have come; and who else lives.
+# For these a worker carries the server's receipt: a keyed hash (BLAKE2b, RFC 7693). The key is random, only the
+# server knows it, and it outlives the process. A worker without a receipt is believed as long as no worker with a
+# receipt contradicts it.
 
 
 MAX_REMEMBERED = 4096  # receipts for content: a version of a few thousand shards
@@ -189,10 +187,8 @@ class Glance(NamedTuple):
 #
 # A version *exists* once all shards of one replica have published it. From then on it is known as long as the table has
 # room, held or not, so that its number cannot be used for other content. It is *lost* while there is no cut (see
-# `lines`)
-# of which somebody with a session has each line whole. `latest` is the newest version that exists and is not lost:
-# only a
-# loss takes it back.
+# `lines`) of which somebody with a session has each line whole. `latest` is the newest version that exists and is not
+# lost: only a loss takes it back.
 
 
 @dataclass

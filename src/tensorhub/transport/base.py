@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 # --- Words that tell threads to count nothing any more, whether they run Python or not.
 #
 # A thread looks at its gates before it lets a chunk count. The mover's threads have no interpreter to ask, so a gate
-# is a
-# word of memory that both know.
+# is a word of memory that both know.
 
 
 class Gate:
@@ -98,8 +97,7 @@ class Until:
 # --- Which chunks of a shard are complete, shared between the threads that fill it and those that serve it.
 #
 # Where the native mover is in use it marks chunks and waits for them as well, so the marks are words of memory that
-# both
-# sides know. Elsewhere they are Python's, under a lock.
+# both sides know. Elsewhere they are Python's, under a lock.
 
 
 class Progress:
@@ -203,17 +201,15 @@ class Progress:
 # --- What every transport offers: some memory is exported under a key, and a peer reads it chunk by chunk.
 #
 # A transport moves bytes and knows nothing else: a *key* is an opaque string, a *manifest* opaque bytes that travel
-# ahead
-# of the chunks, and whether a chunk is good is for the `Sink` to say. The rules that all of them keep, and that the one
-# contract suite checks for each:
+# ahead of the chunks, and whether a chunk is good is for the `Sink` to say. The rules that all of them keep, and that
+# the one contract suite checks for each:
 #
 # 1. A chunk is sent only when the export's `Progress` has it; a source that is itself filling serves what it has and
 # the
 #    rest as it comes, in whatever order its reader asked.
 # 2. When `Read.on_end` is called, or `Transport.withdraw` has returned, no thread of this transport touches that memory
 #    again. Until then the memory may not be reused. Where the reader fetches the bytes itself, it cannot be called
-#    back:
-#    there nothing that it reads once `withdraw` has begun to return counts, not even to be judged by the sink.
+#    back: there nothing that it reads once `withdraw` has begun to return counts, not even to be judged by the sink.
 # 3. No wait is unbounded: a peer that says nothing for `silence_s` is lost. A source that has nothing to send says so
 # at
 #    least every `silence_s / 4`.
@@ -437,9 +433,8 @@ class Transport(Protocol):
 # --- Which transport two workers take: a rule. Facts in, the ways to try in order and why not others out.
 #
 # The reader decides. It takes its own order of transports, keeps what the source offers too, and leaves out what is
-# known
-# not to work between the two: because the endpoint says so, or because it was tried. A way that is chosen carries why
-# each transport that stands before it in the reader's order is not used; so a fallback is never silent.
+# known not to work between the two: because the endpoint says so, or because it was tried. A way that is chosen
+# carries why each transport that stands before it in the reader's order is not used; so a fallback is never silent.
 
 
 # from device to device of one host; on one host nothing else beats local; then RDMA and NVLink; tcp always

@@ -25,10 +25,9 @@ from .views import Addresses, bare_addresses, gather, is_bare, scatter
 #         RUN bytes from PLACE + i * STRIDES + j * STRIDE on
 #
 # Rows make a stream of their own: their runs' bytes in that order. Both ends of a read of pieces speak of that
-# stream: it
-# is cut into parcels as another stream is cut into chunks, and lies in rows of the source's stream, and in other rows
-# of
-# the reader's. Numbers that come from a peer are looked at, every one of them, before anything is done with them.
+# stream: it is cut into parcels as another stream is cut into chunks, and lies in rows of the source's stream, and in
+# other rows of the reader's. Numbers that come from a peer are looked at, every one of them, before anything is done
+# with them.
 #
 # It must never: copy a byte, or believe a number.
 
@@ -275,8 +274,8 @@ def starts_of(sizes: Sequence[int]) -> "array[int]":
 #
 # A reader whose boxes are not the source's wants tiles, of which each lies in rows of the source's stream (`rows`). It
 # puts a few whole tiles into a *parcel*, which is to such a read what a chunk is to another one: asked for, sent,
-# judged
-# and counted by its number. A tile has a digest of its own, so that a parcel is judged whatever it was put together of.
+# judged and counted by its number. A tile has a digest of its own, so that a parcel is judged whatever it was put
+# together of.
 #
 #     reader  PIECES    once on each connection, after the greetings and the manifest: its parcels
 #     source  WAITING   it has taken them in; or GONE, where there is no room
@@ -285,9 +284,8 @@ def starts_of(sizes: Sequence[int]) -> "array[int]":
 #     source  READY     where the reader fetches bytes itself, unless it wants that parcel sent
 #
 # The body of PIECES is numbers of 8 bytes, little-endian: how many parcels, how many rows, for each parcel how many
-# rows
-# it has (and its flags in the upper half), and the rows. A source looks at all of them before it does anything, and has
-# room for so many only. It sends a parcel as soon as it has all chunks that the parcel takes bytes from.
+# rows it has (and its flags in the upper half), and the rows. A source looks at all of them before it does anything,
+# and has room for so many only. It sends a parcel as soon as it has all chunks that the parcel takes bytes from.
 #
 # It must never: be trusted before it was checked.
 

@@ -281,12 +281,11 @@ def is_ending(error: BaseException) -> bool:
 # die.
 #
 # A connection ends for its other end when the last process that has it lets go of it. A trainer that forks (a
-# DataLoader,
-# multiprocessing) and is killed would look alive through its children: readers would wait out the silence limit, the
-# server the lease, and new readers would be taken in by a listener that nobody serves. So a child gives up, right after
-# the fork, every descriptor of ours: in its place is /dev/null, so that the number is nobody else's while some
-# inherited
-# object still knows it. Nothing of this reaches the parent: what is shared with it is not shut down, only let go of.
+# DataLoader, multiprocessing) and is killed would look alive through its children: readers would wait out the silence
+# limit, the server the lease, and new readers would be taken in by a listener that nobody serves. So a child gives
+# up, right after the fork, every descriptor of ours: in its place is /dev/null, so that the number is nobody else's
+# while some inherited object still knows it. Nothing of this reaches the parent: what is shared with it is not shut
+# down, only let go of.
 #
 # A descriptor that the kernel has just given us is not known here yet. So it is made, and made known, inside `opening`,
 # and a fork waits until nobody is inside: not for long, for nothing in there waits for anybody; and never longer than
@@ -414,15 +413,12 @@ def mode_exchange() -> Callable[[object], int] | None:
 #
 # A thread that wants the interpreter beside one that computes in Python waits until that one is made to hand it over:
 # 5 ms by default (`sys.setswitchinterval`), after each call that has let go of it. A read has some twenty of these
-# before
-# its bytes move and after; beside a busy thread they took as long as half a GiB takes to come. So while anybody is
-# brisk
-# the interval is `BRISK_S`, for all threads of the process: who computes is interrupted more often, and only when
-# somebody else has something to do (decision 0037).
+# before its bytes move and after; beside a busy thread they took as long as half a GiB takes to come. So while
+# anybody is brisk the interval is `BRISK_S`, for all threads of the process: who computes is interrupted more often,
+# and only when somebody else has something to do (decision 0037).
 #
 # It must never: last while bytes move, but until the first chunk is there and while a further stream connects; or
-# undo an
-# interval that the program has set meanwhile.
+# undo an interval that the program has set meanwhile.
 
 
 BRISK_S = 0.000103  # to hand over takes some 10 us; a number that nobody else would choose

@@ -82,10 +82,8 @@ def blocks_of(
 #
 # To read many small pieces of another process costs the kernel 0.7 us for each, whatever its length. But small tensors
 # that were allocated one after another lie a few hundred bytes apart. So `Bridged` asks for them in one piece, *with*
-# the
-# gaps between them, and lets the gaps' bytes fall into a bin that nobody looks at. A gap is less than a page, so each
-# of
-# its bytes shares a page with a tensor's: there is nothing in it that could not be read.
+# the gaps between them, and lets the gaps' bytes fall into a bin that nobody looks at. A gap is less than a page, so
+# each of its bytes shares a page with a tensor's: there is nothing in it that could not be read.
 #
 # It must never: let a gap's bytes come into a tensor, or into a stream.
 
@@ -262,12 +260,11 @@ def _address_of(view: memoryview) -> int:
 # --- `sendmsg` and `recvmsg` with a ready table of addresses, through ctypes, without the GIL.
 #
 # Python's own calls want a memoryview for each piece and look at every one of them, in each call again: 0.1 us, which
-# for
-# a tensor of 4 KiB is as much as it takes to copy it. Here the kernel gets the table as it is (`vectors.Addresses`).
+# for a tensor of 4 KiB is as much as it takes to copy it. Here the kernel gets the table as it is
+# (`vectors.Addresses`).
 #
 # Linux only, whose layout of `struct msghdr` this is; elsewhere, and for a few large pieces, `Wire` uses Python's
-# calls.
-# It must never: keep a table's address beyond the call.
+# calls. It must never: keep a table's address beyond the call.
 
 
 IS_THERE = sys.platform == "linux"

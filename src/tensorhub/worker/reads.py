@@ -26,10 +26,8 @@ from .state import Call, WorkerState
 # makes the buffer *filling*. If the call ends before that, the old version is held again.
 #
 # What an update is likely to bring may be whole in host memory already. Then the old version is withdrawn with the
-# call:
-# the server can say which version it is, and that nobody reads the old one, in one answer. If it is another version,
-# the
-# old one is held again until that is within reach.
+# call: the server can say which version it is, and that nobody reads the old one, in one answer. If it is another
+# version, the old one is held again until that is within reach.
 
 
 # --- what the data plane tells ----------------------------------------------------------------------------------------

@@ -33,10 +33,8 @@ from .read_slot import ReadSlot
 # --- When a worker reports: at once when there is news, and once a second in any case.
 #
 # What only leads to further news waits a moment for that, and goes in the same report: it spares a server of
-# thousands of
-# workers two of nine reports of an update. The book remembers when each report was sent: a lease counts from the
-# sending
-# of the report that was acknowledged.
+# thousands of workers two of nine reports of an update. The book remembers when each report was sent: a lease counts
+# from the sending of the report that was acknowledged.
 
 
 TOGETHER_S = 0.1  # a source answers within a few round trips, and serving stops within a millisecond
@@ -286,8 +284,7 @@ class Departure:
 # --- All that a worker is at one moment. The machine owns it; the steps of the other files change it.
 #
 # What has rules of its own is a part with a class of its own: the registered memory, the open read, the host copies.
-# Only
-# such a part changes its fields. The rest is here.
+# Only such a part changes its fields. The rest is here.
 
 
 @dataclass

@@ -139,8 +139,8 @@ def _retry_s(left_s: float) -> float:
 #
 # A claim is judged before anything is withdrawn: a caller that would get a VersionConflict after a step gets it before.
 # The replica's workers remember the claim and repeat it in each report, so it outlives the server. It ends with the
-# next
-# call of the replica that ends well, whatever that is; when it is given back; and with the last session of its workers.
+# next call of the replica that ends well, whatever that is; when it is given back; and with the last session of its
+# workers.
 
 
 HINT = "one replica publishes a number: see which other job uses this model name, or publish what next_version() names"
@@ -247,8 +247,7 @@ def _claim_members(state: State, replica: Replica) -> list[Member]:
 # forgotten.
 #
 # A worker that has lived before and is not on the roll is a *stranger*: a former life may have let others read from
-# it of
-# whom nobody else has heard (see `rollcall`).
+# it of whom nobody else has heard (see `rollcall`).
 
 
 LATE_REPORTS = 3  # times the pause between two reports: who is asked answers at once

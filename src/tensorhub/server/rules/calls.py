@@ -29,8 +29,7 @@ from . import reads as across
 # --- Which version a call means by now. An update never goes back: not behind what is held, nor what was held before.
 #
 # What was held before counts where a call is made once more: the version that it was to bring was lost after a part
-# of it
-# had been written over the former one. Its caller still waits in one and the same call.
+# of it had been written over the former one. Its caller still waits in one and the same call.
 
 
 def meant_by(
@@ -655,9 +654,8 @@ def _may_bring(state: State, record: VersionRecord, member: Member, worker: Work
 # taken.
 #
 # Taken is what exists or existed, lost or not; what was published by some shards only; what is being published; and
-# what
-# is claimed. A number that was claimed and never published is free again once its claim has ended. A number that is too
-# high to be published next counts for nothing: its publish is about to be refused.
+# what is claimed. A number that was claimed and never published is free again once its claim has ended. A number that
+# is too high to be published next counts for nothing: its publish is about to be refused.
 
 
 def next_version(state: State, name: ModelName) -> Version | None:
@@ -685,11 +683,10 @@ def _taken(state: State, model: Model) -> Iterator[int]:
 # --- How many replicas hold a version by now: back-pressure for a trainer that must not run ahead of its rollouts.
 #
 # Whom it counts: replicas other than the asker's own and other than trainers, all of whose shards live and none of
-# which
-# is closing, once they follow the model: they hold something, or have called `replicate` or `update`. Who only loads a
-# version and leaves (`load`) does not follow it. So a dead replica is waited for until its lease ends, and one that
-# still
-# starts is not waited for. A newer version is as good; it counts once it is whole in the tensors, not in a host copy.
+# which is closing, once they follow the model: they hold something, or have called `replicate` or `update`. Who only
+# loads a version and leaves (`load`) does not follow it. So a dead replica is waited for until its lease ends, and
+# one that still starts is not waited for. A newer version is as good; it counts once it is whole in the tensors, not
+# in a host copy.
 
 
 MAX_NAMED = 8  # of those that are missing

@@ -114,8 +114,7 @@ def is_awaited(state: State, model: Model, record: VersionRecord, leaver: Member
 # - A worker reads across only where nobody sound of its own line could be its source; and only one of each line and
 # site
 #   does: the one that has most of it. The others wait until it has said what the version is in their line, and then
-#   read
-#   behind it.
+#   read behind it.
 # - It has one source for each line of a cut, all at once. Only such as have all of the version are taken: so nobody
 # reads
 #   behind himself, however versions go from cut to cut.

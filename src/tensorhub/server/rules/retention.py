@@ -16,8 +16,7 @@ from . import admission, layouts
 # --- What a worker fetches into host memory ahead of its caller's call.
 #
 # Its caller may wish for a version, its settings may say that it always fetches the newest one, and a site that lacks
-# the
-# newest version *elects* a worker to fetch it.
+# the newest version *elects* a worker to fetch it.
 
 
 def wanted_ahead(state: State, model: Model, member: Member) -> Iterator[Version]:
@@ -88,16 +87,13 @@ def _is_able(state: State, model: Model, member: Member, record: VersionRecord) 
 #
 # A version is established once each of its shards has been whole outside the replicas that published it: in a reliable
 # worker if any lives there, else in a spot one. Who was told that it may give the version up does not count: it may
-# do so
-# before anybody hears of it. Nor does who closes, or wants to give it up without room for a copy: nothing would be
-# established once it is gone. The newest established version is retained until a newer one is established, however
-# old it
-# is: what was published since may go with its publisher.
+# do so before anybody hears of it. Nor does who closes, or wants to give it up without room for a copy: nothing would
+# be established once it is gone. The newest established version is retained until a newer one is established, however
+# old it is: what was published since may go with its publisher.
 #
 # One worker of each shard pays for that, all of one replica where they can. Ahead of need, while it holds the version
 # and its caller computes, it copies it to host memory. Where there was no time, it does so before it leaves the
-# version.
-# Where there is no room, it leaves the version after the others.
+# version. Where there is no room, it leaves the version after the others.
 
 
 def newly_established(state: State, model: Model) -> list[VersionRecord]:

@@ -13,11 +13,11 @@ from ..state import State
 #
 # The rule minimises the predicted finish of the read. A source's uplink is shared by its readers: the fewer the better;
 # a source that is itself still filling is as good as a full one, because its reader follows one chunk behind. So
-# readers
-# that start together form a chain, and N of them take about the time of one (the paper's pipeline replication). Among
-# equals a replica that only relays is preferred to the one that published: the trainer's uplink is the scarce one.
-# Between sites the uplink that is shared is the whole site's, whichever of its workers serves: what counts there is how
-# many reads leave the site already, so that sites form a chain too, and about one copy leaves each.
+# readers that start together form a chain, and N of them take about the time of one (the paper's pipeline
+# replication). Among equals a replica that only relays is preferred to the one that published: the trainer's uplink
+# is the scarce one. Between sites the uplink that is shared is the whole site's, whichever of its workers serves:
+# what counts there is how many reads leave the site already, so that sites form a chain too, and about one copy
+# leaves each.
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,11 +69,10 @@ def _is_to_hear_that_it_goes(state: State, model: Model, member: Member, version
 # --- Whom a reader could read from, and what the choice between them depends on.
 #
 # Between datacenters each shard of a version travels once: one worker of a site, the *seed*, reads it from another
-# site.
-# Who is the seed follows from how things are: who already reads across; else, of those that want the version now and
-# have
-# no source, the one that has most of it, so that a seed that died is replaced where the least has to come again. The
-# others of the site wait for it, or read behind it. Nobody waits for one who has gone, though its lease may still last.
+# site. Who is the seed follows from how things are: who already reads across; else, of those that want the version
+# now and have no source, the one that has most of it, so that a seed that died is replaced where the least has to
+# come again. The others of the site wait for it, or read behind it. Nobody waits for one who has gone, though its
+# lease may still last.
 
 
 MAX_ALL = 8  # holders of whom each is looked at: beyond that an idle one is taken from their index

@@ -35,9 +35,8 @@ from ..views import Addresses, Bridged
 #
 # `cuda://` endpoints have the same form.
 # Two workers can use the local transport only if all four are equal: another PID namespace has other numbers for the
-# same
-# processes, another network namespace has other abstract sockets, another user may not read. What remains (a ptrace
-# scope, a seccomp filter, a security module) is found by reading a cookie, not by guessing.
+# same processes, another network namespace has other abstract sockets, another user may not read. What remains (a
+# ptrace scope, a seccomp filter, a security module) is found by reading a cookie, not by guessing.
 
 
 SCHEME = "local"
@@ -162,11 +161,10 @@ def remedy() -> str:
 # GIL.
 #
 # `vectors` says where the bytes of a stream lie, in this process and in the other. `Seal` is a source's word for as
-# long
-# as an export lasts: 16 random bytes in its memory, zeroed when the export ends. A reader reads it *after* the bytes.
-# If it is still there, then these were the right process and the right memory when the bytes were read; if not, nothing
-# that was read counts. So no answer from the source is waited for, and a process that has got a dead source's PID is
-# never believed, even if it was asked (a pidfd keeps us from asking).
+# long as an export lasts: 16 random bytes in its memory, zeroed when the export ends. A reader reads it *after* the
+# bytes. If it is still there, then these were the right process and the right memory when the bytes were read; if
+# not, nothing that was read counts. So no answer from the source is waited for, and a process that has got a dead
+# source's PID is never believed, even if it was asked (a pidfd keeps us from asking).
 #
 # It must never: write to another process, or take bytes for read that the kernel did not count.
 
@@ -387,16 +385,15 @@ def probe_self() -> None:
 # --- How a source gives a reader its memory itself: descriptors over the unix socket, which the reader maps to read.
 #
 # If the reader has said that it takes them, and all of an export lies in memory that can be mapped (`sealed`), the
-# source
-# says, after the manifest and before MEMORY,
+# source says, after the manifest and before MEMORY,
 #
 #     source  MAPPED  a seal, and address and size of each region; with the frame's first bytes come the descriptors: of
 #                     the page that begins with the seal, and of each region. `number` FROZEN: the export is whole,
 #                     and nobody can write to its memory any more. So the reader may keep it, if it wanted to
 #
 # It is said to whoever would be told the addresses: the same user, with the token, of an export that lasts. A reader
-# that
-# cannot map what it was given (no descriptor to spare, memory that is not sealed, too little of it) does without.
+# that cannot map what it was given (no descriptor to spare, memory that is not sealed, too little of it) does
+# without.
 #
 # It must never: keep a descriptor that came, or map what `sealed` would not.
 

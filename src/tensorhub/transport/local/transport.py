@@ -63,9 +63,8 @@ from .memory import (
 #     source  READY   chunks [`number`, number + n) are there; n is the body
 #
 # and its requests carry as their `number` how many bytes it has read so far on this connection: that is what is
-# counted.
-# Where all of an export lies in memory that can be mapped, a reader that takes it gets that too (`local_mapping`).
-# It must never: serve another user, or let an export's seal stand when the export has ended.
+# counted. Where all of an export lies in memory that can be mapped, a reader that takes it gets that too
+# (`local_mapping`). It must never: serve another user, or let an export's seal stand when the export has ended.
 
 
 _log = logging.getLogger(__name__)
@@ -184,17 +183,15 @@ def check_listener(wire: Wire, endpoint: str) -> None:
 #
 # It is the tcp transport's read with other ends: it dials an abstract unix socket, learns from MEMORY where bytes are,
 # proves with the seal that it can read them and that they are the right process's, and for each chunk that is READY
-# lets
-# the kernel copy it into the sink's memory. The seal is read again after each chunk and before the sink judges it, so
-# what the source may have changed meanwhile is neither stored nor taken for corrupt.
+# lets the kernel copy it into the sink's memory. The seal is read again after each chunk and before the sink judges
+# it, so what the source may have changed meanwhile is neither stored nor taken for corrupt.
 #
 # Memory that the source hands over (`local_mapping`) is mapped, and copied from there: by the mover in one go with the
 # digest, by Python as before, with this very process as the one whose memory is read. The seal's page is mapped too, so
 # nothing is asked of the source's process, and what was read of one that has died meanwhile counts.
 #
 # If the kernel refuses, nothing was begun and the read ends with `TransportMissing`, which says why: the same two
-# workers
-# can still use tcp. It must never: let a chunk be judged whose seal was not seen after the copy.
+# workers can still use tcp. It must never: let a chunk be judged whose seal was not seen after the copy.
 
 
 SMALL_BYTES = 1 << 16  # smaller pieces on the average go to the kernel together
@@ -605,30 +602,25 @@ def _part(memory: Addresses, rows: Rows, start: int, stop: int) -> Addresses:
 #
 # The reader's threads let the kernel copy out of the source's memory (`process_vm_readv`); the source only says, over a
 # unix socket, where its bytes are and which chunks are there. Nothing to install, no payload in a socket, no work and
-# no
-# GIL at the source. It needs Linux, one user, one PID and one network namespace, and a kernel that permits it: a reader
-# finds out by reading a cookie, and ends with `TransportMissing` where it may not, so that the pair takes tcp.
+# no GIL at the source. It needs Linux, one user, one PID and one network namespace, and a kernel that permits it: a
+# reader finds out by reading a cookie, and ends with `TransportMissing` where it may not, so that the pair takes tcp.
 #
 # `local_host` says who may read whom, `local_memory` reads, `local_server` announces, `local_reader` copies. The rest
-# is
-# the tcp transport's: what is said, by which threads, and how everything ends.
+# is the tcp transport's: what is said, by which threads, and how everything ends.
 #
 # Why what was read is right, though the source cannot call a reader back: a chunk counts only if the source's seal, 16
 # random bytes in its memory, was seen there *after* the copy. `withdraw` breaks the seal before anything else, so
-# what is
-# copied later, by a reader that was stopped, say, is not even judged; and to have read what it should not harms nobody.
-# The digest is checked besides, by the same thread, while the bytes are in its cache.
+# what is copied later, by a reader that was stopped, say, is not even judged; and to have read what it should not
+# harms nobody. The digest is checked besides, by the same thread, while the bytes are in its cache.
 #
 # Measured: 512 MiB and 1 GiB between two processes, 2 cores (AMD EPYC) shared with other work, programs in random
-# order,
-# 12-40 rounds, against the best of bare `process_vm_readv` in 1 or 2 threads with calls of 4 or 16 MiB, as medians.
-# Without digests 1.00 and 1.02 of it; with them 0.77 to 0.79. The cores were the limit: a GiB costs 0.083 s of CPU
-# bare,
-# 0.095 here, 0.118 with xxh3-128, all of it at the reader, none at the source. When the memory was the limit (2 threads
-# bare only 1.2 times as fast as 1), 0.92 without and 0.80 with. A read costs 0.7 ms besides, and 0.3 MiB of memory.
-# Small tensors pay the kernel for each piece of the source, 0.7 us whatever the length, unless they lie near each
-# other,
-# as those do that were allocated one after another: then they are read across the gaps (`vectors`, decision 0009).
+# order, 12-40 rounds, against the best of bare `process_vm_readv` in 1 or 2 threads with calls of 4 or 16 MiB, as
+# medians. Without digests 1.00 and 1.02 of it; with them 0.77 to 0.79. The cores were the limit: a GiB costs 0.083 s
+# of CPU bare, 0.095 here, 0.118 with xxh3-128, all of it at the reader, none at the source. When the memory was the
+# limit (2 threads bare only 1.2 times as fast as 1), 0.92 without and 0.80 with. A read costs 0.7 ms besides, and 0.3
+# MiB of memory. Small tensors pay the kernel for each piece of the source, 0.7 us whatever the length, unless they
+# lie near each other, as those do that were allocated one after another: then they are read across the gaps
+# (`vectors`, decision 0009).
 
 
 @dataclass(frozen=True)

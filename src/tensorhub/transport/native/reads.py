@@ -142,9 +142,8 @@ def _side(keeps: "array[int]", columns: Sequence[int]) -> "array[int]":
 #
 # Python has greeted the source, fetched the manifest and asked the sink for its terms. From then on the mover's threads
 # do what `tcp_stream.Stream.pump` does, chunk for chunk, and look at the terms' gates before each one counts. The
-# read's
-# first thread waits for them: it gives leave for the first byte, opens more streams, and tells the sink of news at most
-# every 50 ms. Nothing in the mover waits for it but that first leave.
+# read's first thread waits for them: it gives leave for the first byte, opens more streams, and tells the sink of
+# news at most every 50 ms. Nothing in the mover waits for it but that first leave.
 #
 # It must never: give the mover memory that this read does not hold until the last stream has ended.
 

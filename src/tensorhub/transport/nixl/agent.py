@@ -30,10 +30,9 @@ from ..views import Located
 # NIXL does not tell which transports UCX has selected. What can be known is whether reads were over when the call that
 # posted them returned: on one host UCX then copied by itself, out of memory that both processes can reach (cma, xpmem).
 # A small read over TCP may happen to be as quick, so one is no proof, and where UCX may not use shared memory it is
-# none
-# at all. A read that was not is done by hardware, or by the source's own process over TCP, which costs ten times the
-# CPU
-# of plain sockets and cannot be called back. Hardware needs a device at both ends; where there is none, it is TCP.
+# none at all. A read that was not is done by hardware, or by the source's own process over TCP, which costs ten times
+# the CPU of plain sockets and cannot be called back. Hardware needs a device at both ends; where there is none, it is
+# TCP.
 
 
 HOST = 0  # a device's code: 0 is the host's memory, n + 1 the memory of CUDA device n
@@ -316,11 +315,9 @@ class Seal:
 #    reader's process ends (1 GiB read on an H200: 960 MiB). So it is told to map it anew for each read.
 # 6. A reader finds a peer's memory by where it begins, in a sorted list to which every introduction adds, and out of
 #    which nothing goes but with the whole peer. So what was there before hides what is there now
-#    ("NIXL_ERR_NOT_FOUND"),
-#    and another key for the same place makes it drop all that it knows of the peer. To forget a peer that lives costs
-#    both ends a socket for each worker, for good. So who has other memory where memory of its own was introduces it
-#    by a
-#    further agent (`nixl_agents`), whose end frees everything at both ends.
+#    ("NIXL_ERR_NOT_FOUND"), and another key for the same place makes it drop all that it knows of the peer. To forget
+#    a peer that lives costs both ends a socket for each worker, for good. So who has other memory where memory of its
+#    own was introduces it by a further agent (`nixl_agents`), whose end frees everything at both ends.
 # 7. It logs to stdout and stderr unless told otherwise before it is loaded.
 # 8. A thread that comes out of it while the interpreter ends aborts the process (the way out cannot be unwound): so
 # every
@@ -646,10 +643,8 @@ def _hint() -> str:
 # --- The NIXL agents of one transport: one that reads and lets read, and further ones for what it cannot introduce.
 #
 # Peers must not be told of two memories in one place by one agent (`nixl_agent`, 6). Then a further one tells them of
-# the
-# second, and ends when nothing that it has told of is there any more. The first goes on, for to register a model anew
-# may
-# take longer than to read it.
+# the second, and ends when nothing that it has told of is there any more. The first goes on, for to register a model
+# anew may take longer than to read it.
 #
 # It must never: end an agent by which somebody may still read, or leave one behind when the transport closes.
 

@@ -63,15 +63,13 @@ from .probe import DEADLINE_S, Probe, require
 # --- The source's side of the nixl transport: says where the bytes lie and which chunks are there; sends none.
 #
 # It is the tcp transport's server: the same greetings, requests, keepalives and farewells (`tcp_wire`) over the same
-# kind
-# of socket, the same threads and the same ways for an export to end. In place of chunks a reader gets, once
+# kind of socket, the same threads and the same ways for an export to end. In place of chunks a reader gets, once
 #
 #     source  MEMORY  how to reach this worker's NIXL agent, where every byte of the stream is, and the seal
 #     source  READY   chunks [`number`, number + n) are there; n is the body
 #
 # and its requests carry as their `number` how many bytes it has read so far on this connection: that is what is
-# counted.
-# It must never: let an export's seal stand when the export has ended.
+# counted. It must never: let an export's seal stand when the export has ended.
 
 
 SCHEME = "nixl"
@@ -180,9 +178,8 @@ def _region_or_error(agent: Agent, stream: ByteStream) -> Region | Exception | N
 # to.
 #
 # A `Meeting` is shared by the threads of one read and closed when the last has left; the connection that NIXL keeps
-# with
-# the source outlives it, so that the next version is read over a warm one. It must never: be closed while a thread
-# reads.
+# with the source outlives it, so that the next version is read over a warm one. It must never: be closed while a
+# thread reads.
 
 
 POST_BYTES = 16 * MIB  # of one post: with cma it copies inside the call, 1-2 ms
@@ -296,16 +293,13 @@ class Meeting:
 # tensors.
 #
 # It is the tcp transport's read with another way for the bytes: it learns from MEMORY where they are, and for each
-# chunk
-# that is READY posts one-sided reads of bounded size and waits until they are over. Then it reads the source's seal,
-# and
-# only if that still stands is the chunk shown to the sink.
+# chunk that is READY posts one-sided reads of bounded size and waits until they are over. Then it reads the source's
+# seal, and only if that still stands is the chunk shown to the sink.
 #
 # Every thread begins by reading the seal, into memory of its own: that connects it to the source (which needs the
-# source
-# to be alive), proves that the way works, and shows by what it goes. Only then are tensors written to; so a source that
-# stopped before it was connected can never write to them late. If the way is TCP, or nothing, the read ends with
-# `TransportMissing`: the same two workers can still use tcp.
+# source to be alive), proves that the way works, and shows by what it goes. Only then are tensors written to; so a
+# source that stopped before it was connected can never write to them late. If the way is TCP, or nothing, the read
+# ends with `TransportMissing`: the same two workers can still use tcp.
 #
 # A read under way cannot be called back. `stop` and failures wait until it is over, at most `silence_s`; if it is not
 # over then, the agent ends, which does fence (`nixl_agent`), and with it every read that uses it. It must never: let a
@@ -576,8 +570,7 @@ class NixlStream(AnnouncedStream):
 #
 # A run of a row is a descriptor at the source. Here all of a parcel is one: it lands in host memory of the read's own,
 # and is put into place from there. So the tensors need no addresses, and what comes late can never reach them. Where
-# the
-# runs of a parcel are short on an average it is sent instead: a descriptor costs some microseconds, whatever its
+# the runs of a parcel are short on an average it is sent instead: a descriptor costs some microseconds, whatever its
 # length.
 #
 # It must never: write into tensors by itself. The kernel does, which says so where they were freed.
@@ -724,26 +717,21 @@ class NixlPieces(NixlStream):
 # (`nixl_probe`).
 #
 # What is said goes over a socket of the tcp transport's kind (`nixl_server`, `nixl_reader`); what is copied, NIXL
-# copies
-# (`nixl_agent`, `nixl_agents`, `nixl_meeting`), from places that both ends know (`nixl_memory`); pieces of another
-# layout
-# by way of host memory here (`nixl_pieces`). UCX falls back to TCP in silence, where our own sockets are several times
-# faster, and where a read from a stopped source can neither be called back nor fenced without harm. So each thread of a
-# read proves its way first (`nixl_path`), and where it is TCP the read ends with `TransportMissing`.
+# copies (`nixl_agent`, `nixl_agents`, `nixl_meeting`), from places that both ends know (`nixl_memory`); pieces of
+# another layout by way of host memory here (`nixl_pieces`). UCX falls back to TCP in silence, where our own sockets
+# are several times faster, and where a read from a stopped source can neither be called back nor fenced without harm.
+# So each thread of a read proves its way first (`nixl_path`), and where it is TCP the read ends with
+# `TransportMissing`.
 #
 # Measured: 1 GiB between two processes of one host, 2 cores (AMD EPYC) with five times more work than they could do,
-# six
-# rounds in random order, medians of two runs: NIXL alone, one list of 256 descriptors, 8.7 and 5.3 GiB/s; this
-# transport
-# without digests 8.0 and 7.2, with them 5.8 and 6.5; `process_vm_readv` alone 10.3 and 9.3; local with digests 8.0 and
-# 7.4; tcp with digests 3.2 and 2.9. CPU seconds per GiB, reader + source: 0.13 + 0.00 without digests, 0.15 + 0.00
-# with.
+# six rounds in random order, medians of two runs: NIXL alone, one list of 256 descriptors, 8.7 and 5.3 GiB/s; this
+# transport without digests 8.0 and 7.2, with them 5.8 and 6.5; `process_vm_readv` alone 10.3 and 9.3; local with
+# digests 8.0 and 7.4; tcp with digests 3.2 and 2.9. CPU seconds per GiB, reader + source: 0.13 + 0.00 without
+# digests, 0.15 + 0.00 with.
 #
 # Why what was read is right: as with `local`, a chunk counts only if the export's seal was seen after its bytes, and
-# the
-# digest is checked besides. Why nothing comes late: tensors are written to only over a way that has been proved,
-# `on_end`
-# waits until no transfer is open, and one that does not end within `silence_s` ends its agent, which fences.
+# the digest is checked besides. Why nothing comes late: tensors are written to only over a way that has been proved,
+# `on_end` waits until no transfer is open, and one that does not end within `silence_s` ends its agent, which fences.
 #
 # UCX itself knows no token: whoever may read the host's RDMA network is trusted, as NIXL trusts it.
 

@@ -208,12 +208,9 @@ def _listener(settings: TcpSettings, host: str) -> socket.socket:
 # --- How the name of a source's host becomes addresses, where the resolver may take its time, or never answer.
 #
 # Nothing can call a resolver back. So a thread of its own asks, which knows the name and nothing else, and whoever
-# wants
-# the answer waits for it as long as a connection may take, or until its read is over. All who want the same name at
-# once
-# wait for one question. An answer that comes when nobody waits any more is kept for a while: a resolver that always
-# takes
-# a little longer than is waited for is of use all the same.
+# wants the answer waits for it as long as a connection may take, or until its read is over. All who want the same
+# name at once wait for one question. An answer that comes when nobody waits any more is kept for a while: a resolver
+# that always takes a little longer than is waited for is of use all the same.
 #
 # An address in numbers is asked of nobody. It must never: hold a read, or know one.
 
@@ -331,12 +328,10 @@ os.register_at_fork(after_in_child=_forget)
 # --- How the streams of a read reach their source, which may have several addresses.
 #
 # The first stream tries them in turn, and says how many there are and which one answered. Each further stream goes to
-# the
-# next address, round and round. Where this worker has as many addresses as the source, it leaves from its own one of
-# the
-# same place in the row: two hosts with two networks each use the first together, and the second. A further stream that
-# cannot get through is none: the others do its work. It must never: end a read because one of several addresses is
-# away.
+# the next address, round and round. Where this worker has as many addresses as the source, it leaves from its own one
+# of the same place in the row: two hosts with two networks each use the first together, and the second. A further
+# stream that cannot get through is none: the others do its work. It must never: end a read because one of several
+# addresses is away.
 
 
 _MOST_FOUND = 4  # of one host name; each may cost `connect_s`

@@ -29,8 +29,8 @@ from .wire import Garbled, Hello, Refusal, Silent, Unreadable, Vanished, Welcome
 # for them ahead of their arrival, and receives them straight into the sink's memory. So the prefix grows steadily
 # whatever the streams' speeds: disorder is never more than what is asked for ahead (`Ahead`), which is bounded by time
 # and not by size. A fixed share for each stream would leave a gap as large as the slowest stream's share, and peers
-# that
-# read behind us would starve. It must never: write outside a `writing` block, or touch memory once `opened` has ended.
+# that read behind us would starve. It must never: write outside a `writing` block, or touch memory once `opened` has
+# ended.
 
 
 AnyStream = TypeVar("AnyStream", bound="Stream")
@@ -300,9 +300,8 @@ class Stream:
 #
 # The first stream fetches the manifest, asks the sink what it wants, and starts the others; from then on all are alike.
 # The first error ends the read: every stream is cut, and the last thread to leave calls `on_end`, when none is inside
-# the
-# sink's memory any more. What keeps a further stream from joining in is no such error: it has asked for nothing yet, so
-# the others do its work, and a source that is gone is noticed by the first stream.
+# the sink's memory any more. What keeps a further stream from joining in is no such error: it has asked for nothing
+# yet, so the others do its work, and a source that is gone is noticed by the first stream.
 #
 # It must never: call `on_end` twice, or before the last thread has left.
 

@@ -26,9 +26,9 @@ from .wire import Garbled, Hello, Lending, Refusal, Silent, Unreadable, Vanished
 # --- Limits the connections of a source: strangers, and readers that have said what they want to read.
 #
 # Any host may connect, so a stranger has little: a second, and room that strangers share. A new stranger takes the
-# place
-# of the oldest one of the address that has most. A reader that has said so (the right token, and a key that is there)
-# has a place until it leaves. Where all places are taken, a new reader gets that of one which asks for nothing.
+# place of the oldest one of the address that has most. A reader that has said so (the right token, and a key that is
+# there) has a place until it leaves. Where all places are taken, a new reader gets that of one which asks for
+# nothing.
 #
 # It must never: be used without its server's lock, or cut a reader that is being served what it asked for.
 

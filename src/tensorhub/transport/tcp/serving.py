@@ -59,9 +59,8 @@ class Served:
 # --- A source's connection that the native mover serves: what Python prepares for it, and how it ends.
 #
 # Python has greeted the reader and said what it must know. From then on the mover hears its requests and sends, lends
-# or
-# announces chunks, in the thread of that connection and without the interpreter. It comes back for a pipe, once the
-# connection is fast enough to lend memory to, and at the end.
+# or announces chunks, in the thread of that connection and without the interpreter. It comes back for a pipe, once
+# the connection is fast enough to lend memory to, and at the end.
 #
 # It must never: give the mover memory that may be moved only inside a block of its stream.
 
@@ -220,8 +219,8 @@ def _state_of(parcels: Parcels) -> shapes.Parcels:
 # --- The source's side of a read of pieces: hears what is wanted, looks at all of it, and sends it parcel by parcel.
 #
 # Like `tcp_server` and `announcing`, between the greetings and the farewell, for any transport that speaks over a
-# socket.
-# It must never: begin before every number of what is wanted was looked at, or keep it when the connection is over.
+# socket. It must never: begin before every number of what is wanted was looked at, or keep it when the connection is
+# over.
 
 
 MAX_BYTES, MAX_VIEWS = 1 << 20, 4096  # that Python handles at once

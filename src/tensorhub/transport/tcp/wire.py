@@ -68,14 +68,11 @@ def lost(error: OSError) -> WireError:
 #
 # A socket that is closed while the peer still speaks is reset, and with a reset goes whatever the peer has not got yet:
 # the last chunks, and the reason why there are no more. So its words are read for a while. Where our half for reading
-# was
-# shut, to wake its owner, Linux resets as soon as more words come after our own end. There that end waits until all
-# that
-# was sent has arrived.
+# was shut, to wake its owner, Linux resets as soon as more words come after our own end. There that end waits until
+# all that was sent has arrived.
 #
 # It must never: wait longer than `LINGER_S` in which nothing arrives, or than `MAX_S` for a peer that takes a little
-# now
-# and then.
+# now and then.
 
 
 LINGER_S = 0.5
@@ -121,11 +118,9 @@ def _unsent_bytes(sock: socket.socket) -> int:
 # socket.
 #
 # The kernel takes references to the pages and hands them down to the network card, or over loopback to the reader,
-# which
-# copies them once into its tensors. To copy them first costs a source two thirds of its CPU: over loopback, 1 GiB in
-# two
-# streams on 2 cores, `send` took 0.13 to 0.16 s of the source and this takes 0.04 to 0.08; verified readers got 7.2 to
-# 8.0 GiB/s this way, and 5.4 to 5.8 from `send`.
+# which copies them once into its tensors. To copy them first costs a source two thirds of its CPU: over loopback, 1
+# GiB in two streams on 2 cores, `send` took 0.13 to 0.16 s of the source and this takes 0.04 to 0.08; verified
+# readers got 7.2 to 8.0 GiB/s this way, and 5.4 to 5.8 from `send`.
 #
 # What is lent is not yet what was sent: a page that changes before its reader has it arrives changed. So
 #
@@ -139,9 +134,9 @@ def _unsent_bytes(sock: socket.socket) -> int:
 #    a slow link the copy costs nothing that anybody would miss.
 #
 # Linux only. What the kernel, a sandbox or the kind of memory refuses is copied, and not tried again on that
-# connection.
-# A pipe takes two descriptors beside the connection's own, so there is none where half of the process's are taken.
-# It must never: lend memory that is used again for something else in the normal course, as a staging ring is.
+# connection. A pipe takes two descriptors beside the connection's own, so there is none where half of the process's
+# are taken. It must never: lend memory that is used again for something else in the normal course, as a staging ring
+# is.
 
 
 IS_THERE = sys.platform == "linux" and hasattr(os, "splice")
@@ -281,8 +276,7 @@ if IS_THERE:
 # does.
 #
 # What the peer has not taken by then is copied, so that the room can go back: the delay is its own, not its
-# neighbours'.
-# It must never: wait for a peer while it keeps such room.
+# neighbours'. It must never: wait for a peer while it keeps such room.
 
 
 def bounded_send(sock: socket.socket, buffers: Sequence[bytes | memoryview], within_s: float) -> bytes:
@@ -322,9 +316,8 @@ def bounded_send(sock: socket.socket, buffers: Sequence[bytes | memoryview], wit
 #     source  GONE      Refusal(code, message): nothing more will come, and why
 #
 # Rules: a length from the wire is compared with its limit before anything is allocated; header and payload never
-# share a
-# buffer; a wait ends by the kernel's own timeouts. One thread owns a `Wire`; any other may only `cut` or `wake` it.
-# It must never: unpickle, buffer payload, or trust a number that it did not compare.
+# share a buffer; a wait ends by the kernel's own timeouts. One thread owns a `Wire`; any other may only `cut` or
+# `wake` it. It must never: unpickle, buffer payload, or trust a number that it did not compare.
 
 
 MAGIC = b"\x93THubTCP"  # the first byte is not text: no HTTP, TLS or SSH client begins like this
