@@ -457,6 +457,7 @@ def test_memory_is_shared_opened_and_closed_on_a_stream_of_the_library(monkeypat
 
     def opened(*handle: object) -> Opened:
         seen.append(("open", stream[-1]))
+        assert b"c" not in handle, "the source counts its readers itself"
         return Opened()
 
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())

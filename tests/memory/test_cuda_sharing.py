@@ -3,12 +3,15 @@
 import ctypes
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tensorhub.memory import cuda_sharing
+from tensorhub.memory.streams import Piece
 from tensorhub.memory.xxh3 import Spans
 from tensorhub.protocol.errors import TransportMissing
 from tensorhub.transport import threads
@@ -134,3 +137,30 @@ def test_a_ring_that_is_not_what_was_said_is_refused(bindings: Bindings, body: b
     with pytest.raises(ValueError):  # noqa: PT011 - of a length, and of a size
         cuda_sharing.open_ring(0, body, size_bytes)
     assert not bindings.calls or bindings.calls[-1] == "cuIpcCloseMemHandle 0x2000"
+
+
+def test_what_was_shared_is_given_up_where_a_later_storage_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_up: list[tuple[bytes, int]] = []
+
+    class Storage:
+        def __init__(self, address: int) -> None:
+            self.address = address
+
+        def data_ptr(self) -> int:
+            return self.address
+
+        def _share_cuda_(self) -> tuple[object, ...]:
+            if self.address != 64:
+                raise RuntimeError("cudaMallocAsync")
+            return (0, b"h", 100, 0, b"counter", 7, b"e", True)
+
+    def tensor(address: int) -> Any:
+        return SimpleNamespace(device=SimpleNamespace(index=0), untyped_storage=lambda: Storage(address))
+
+    release = lambda handle, offset: given_up.append((handle, offset))  # noqa: E731
+    monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", release)
+    monkeypatch.setattr(cuda_sharing, "_beside_all", lambda index: nullcontext())
+    pieces = [Piece(0, 10, 64, "cuda:0", 64, ()), Piece(10, 20, 128, "cuda:0", 128, ())]
+    with pytest.raises(TransportMissing, match="cudaMallocAsync"):
+        cuda_sharing.share(pieces, [tensor(64), tensor(128)])
+    assert given_up == [(b"counter", 7)]

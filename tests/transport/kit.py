@@ -225,6 +225,7 @@ class Pieces:
     """A byte stream over one buffer, cut into pieces of the given length (0: one piece)."""
 
     is_bare = True
+    device = "stand-in"
 
     def __init__(self, buffer: bytearray, piece_bytes: int = 0) -> None:
         self.view = memoryview(buffer)

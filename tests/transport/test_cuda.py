@@ -346,3 +346,14 @@ def test_a_tile_that_has_no_room_to_land_leaves_the_way_to_others(make: Make, mo
     assert isinstance(error, TransportMissing)
     assert "no room for tiles" in str(error)
     assert not its.found.reader.arrays["part"].any()
+
+
+def test_a_failure_of_what_is_due_leaves_the_other_pipes_watched() -> None:
+    watch, done = cuda.Watch(), threading.Event()
+    pipes = [os.pipe() for _ in range(2)]
+    dues = [lambda: 1 / 0, done.set]
+    for (reading, _), due in zip(pipes, dues, strict=True):
+        watch.when_closed(cuda.Ends(lambda number=reading: (number,)), due)  # type: ignore[misc]
+    for _, writing in pipes:
+        os.close(writing)
+    assert done.wait(30)

@@ -189,6 +189,10 @@ class CudaStream(StagedStream):
     # -- for readers of this host (transport/on_device.py) -------------------------------------------------------------
 
     @property
+    def device(self) -> str:
+        return self._pieces[0].device
+
+    @property
     def is_on_device(self) -> bool:
         """All of it lies on one device, whose kernels work."""
         devices = {piece.device for piece in self._pieces}

@@ -193,7 +193,7 @@ def why_not(index: int) -> str | None:
 
 
 _streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
-_streams_lock = threading.Lock()
+_streams_lock = threading.RLock()  # a finaliser may ask while its own thread has it
 
 
 def stream_of(device: torch.device, purpose: str) -> torch.cuda.Stream:

@@ -22,6 +22,7 @@ from typing import Annotated, Any
 
 import msgspec
 import torch
+from msgspec.structs import replace
 
 from ..protocol.errors import TransportMissing
 from ..protocol.names import Undecodable, decoded
@@ -63,11 +64,22 @@ class _Handles(msgspec.Struct, frozen=True, array_like=True):
 
 _handles = msgspec.msgpack.Decoder(_Handles)
 
+# The source counts its readers itself, by pipes. Torch finds no counter of this name, and counts nothing.
+NO_COUNTER = {"counter_handle": b"/tensorhub-counts-itself", "counter_offset": 0}
+
 
 def share(pieces: Sequence[Piece], memory: Sequence[torch.Tensor]) -> Shared:
     """For one reader. `memory` is each piece as bytes. Raises `TransportMissing`."""
-    numbers: dict[int, int] = {}
     storages: list[_Storage] = []
+    try:
+        return _shared(pieces, memory, storages)
+    except BaseException:
+        _give_up(storages)
+        raise
+
+
+def _shared(pieces: Sequence[Piece], memory: Sequence[torch.Tensor], storages: list[_Storage]) -> Shared:
+    numbers: dict[int, int] = {}
     places: list[tuple[int, int, int]] = []
     with _beside_all(memory[0].device.index):
         for piece, tensor in zip(pieces, memory, strict=True):
@@ -89,9 +101,9 @@ def share(pieces: Sequence[Piece], memory: Sequence[torch.Tensor]) -> Shared:
 
 
 def _give_up(storages: Sequence[_Storage]) -> None:
-    """The reader has not opened them, or has died since: torch would keep the memory for it for good.
+    """The reader has not opened them, has let go of them, or has died: torch would keep the memory for it for good.
 
-    Where the reader has closed them in order this counts below zero, which is no reader for torch either.
+    Called once for each share: a counter below zero is a large number to torch. So the reader counts nothing.
     """
     for it in storages:
         torch.UntypedStorage._release_ipc_counter_cuda(it.counter_handle, it.counter_offset)
@@ -119,7 +131,7 @@ class OpenedCuda:
         with _beside_all(index):
             try:
                 opened.extend(
-                    torch.UntypedStorage._new_shared_cuda(index, *msgspec.structs.astuple(it))
+                    torch.UntypedStorage._new_shared_cuda(index, *msgspec.structs.astuple(replace(it, **NO_COUNTER)))
                     for it in handles.storages
                 )
             except RuntimeError as error:

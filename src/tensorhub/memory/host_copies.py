@@ -343,8 +343,9 @@ class HostMemory:
     def pin(self, copy: Registration, registrar: Registrar) -> bool:
         """Its memory may be registered with CUDA. Where it may not, `why_pageable` says why, and the log once."""
         assert isinstance(copy.stream, CopyStream), "a copy of another pool"
-        self.note_pageable(copy.stream.pin(registrar, self._pinned_limit))
-        return not self.why_pageable
+        why = copy.stream.pin(registrar, self._pinned_limit)
+        self.note_pageable(why)
+        return not why  # what another thread has noted meanwhile is of another copy
 
     def note_pageable(self, why: str) -> None:
         """Why a copy is pageable; empty where it is not."""

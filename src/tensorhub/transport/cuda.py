@@ -164,7 +164,10 @@ class Watch:
                 with self._lock:
                     pipe, due = self._due.pop(ready)
                 pipe.close()
-                due()
+                try:
+                    due()
+                except Exception:  # noqa: BLE001 - the thread's top: the other pipes are still watched
+                    _log.exception("what was due when a peer let go has failed")
 
     def _drop(self) -> None:
         with self._lock:
@@ -438,8 +441,10 @@ class CudaServer(LocalServer):
         return end
 
     def _leave(self, wire: Wire) -> None:
-        self._drop_feed(wire)  # the reader has closed it, or is given up
-        super()._leave(wire)
+        try:
+            self._drop_feed(wire)  # the reader has closed it, or is given up
+        finally:
+            super()._leave(wire)
 
     def close(self) -> None:
         super().close()  # `_watch` goes on until the last reader has let go, or is dead
@@ -631,7 +636,8 @@ class CudaStream(AnnouncedStream):
 
     def _open(self, stream: OnDevice, registration: bytes, pipes: Sequence[int]) -> None:
         """Have the memory open by the first way that both ends can. Raises `TransportMissing`."""
-        known = self._its.peers.known(registration)
+        key = registration + stream.device.encode()  # another device of this process may need another way
+        known = self._its.peers.known(key)
         way = known if isinstance(known, int) else MEMORY
         if known is not None and not isinstance(known, int):
             self._source = known
@@ -649,7 +655,7 @@ class CudaStream(AnnouncedStream):
                         raise
         self.wire.send_frame(OPEN, OPENED)
         if known is None and (self._source is not None or way != MEMORY):
-            self._its.peers.keep(registration, way if self._source is None else self._source, pipes)
+            self._its.peers.keep(key, way if self._source is None else self._source, pipes)
 
     def _receive_offer(self, asked: int, received: Received) -> bytes:
         kind, length, way = self._next_with(received)

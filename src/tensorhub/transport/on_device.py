@@ -77,6 +77,11 @@ class OnDevice(Protocol):
     """A stream whose bytes may lie on a device."""
 
     @property
+    def device(self) -> str:
+        """Its name in this process, where all of it is on one."""
+        ...
+
+    @property
     def is_on_device(self) -> bool:
         """All of them do, and the device can copy and digest them."""
         ...
