@@ -34,7 +34,7 @@ def test_there_are_judges() -> None:
 def test_a_judge_that_asks_is_found_out() -> None:
     for code in [
         "from tensorhub.server import Server",
-        "from tensorhub.core import retention",
+        "from tensorhub.server.rules import retention",
         "from ..cluster import Cluster",
         "def look(process): return process.worker.buffer",
     ]:

@@ -222,7 +222,7 @@ __device__ __forceinline__ void sum_window(const Map& from, const Map& to, const
     }
 }
 
-/* Bytes that are copied by two loops around a run, as `memory/tiles/copies.py` says. */
+/* Bytes that are copied by two loops around a run, as `reshard/copies.py` says. */
 struct Row {
     u64 from, to, run, count, from_stride, to_stride, counts, from_strides, to_strides; /* all but counts in bytes */
     u64 first; /* of its parts of PART bytes, counted over the rows of the table */

@@ -428,7 +428,7 @@ class Scatter:
     first_tile: "array[int]"  # [parcels + 1]
     tiles: "array[int]"  # [tiles + 1] where each begins in the parcels' stream
     is_kept: bytes  # [parcels] 1: it goes into scratch memory, is judged there, and parts of it are kept
-    keeps: "array[int]"  # nine for each part: place in the parcel and in `stream`, run, and two loops (`memory/tiles`)
+    keeps: "array[int]"  # nine for each part: place in the parcel and in `stream`, run, and two loops (`reshard`)
     first_keep: "array[int]"  # [parcels + 1]
     turns: "array[int]"  # rows of a parcel that is kept: how a tile that comes in another order is gone through
     first_turn: "array[int]"  # [tiles + 1]

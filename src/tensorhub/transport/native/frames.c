@@ -1,4 +1,4 @@
-/* What goes over the wire, as tcp_wire.py says it: headers, and requests for chunks in MessagePack. */
+/* What goes over the wire, as tcp/wire.py says it: headers, and requests for chunks in MessagePack. */
 #define _GNU_SOURCE
 #include "mover.h"
 

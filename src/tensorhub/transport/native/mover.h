@@ -32,7 +32,7 @@ enum {
     HEADER_BYTES = 16,
 };
 
-enum { WANT = 1, MANIFEST, CHUNK, WAITING, GONE, LENT, READY = 16 }; /* kinds of frames: tcp_wire.py, announcing.py */
+enum { WANT = 1, MANIFEST, CHUNK, WAITING, GONE, LENT, READY = 16 }; /* kinds of frames: tcp/wire.py, announcing.py */
 enum { COPIED = 1 };
 
 /* How a stream or a conversation ended. */

@@ -1,6 +1,6 @@
 /* The source's side of one connection: chunks go out in the order asked for, each as soon as it is there.
  *
- * It is `tcp_server.py` again, between the greetings and the farewell, which are Python's; and `announcing.py`, where a
+ * It is `tcp/server.py` again, between the greetings and the farewell, which are Python's; and `announcing.py`, where a
  * reader fetches the bytes itself and is only told which are there. */
 #define _GNU_SOURCE
 #include "mover.h"
