@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import socket
+import tempfile
 import time
 from pathlib import Path
 
@@ -23,9 +24,8 @@ class Job:
     """The ranks of one job. A command goes to all of them, and is answered by all that live."""
 
     def __init__(self, ranks, server, folder):
-        self.folder, port = folder, free_port()
-        self.log = folder / f"job-{port}.log"
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+        self.folder, self.log = folder, Path(tempfile.mkdtemp(dir=folder, prefix="job-")) / "log"
+        place = {"WORLD_SIZE": str(ranks), "JOB_STORE": str(self.log.with_name("store"))}
         environ = {**os.environ, **place, "TENSORHUB_SERVER": server, "GLOO_SOCKET_IFNAME": "lo"}
         with self.log.open("wb") as log:
             self.ranks = [

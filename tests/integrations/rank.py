@@ -217,7 +217,8 @@ class Rank:
 def main():
     """Until stdin ends."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    place = {name.lower(): int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")}
+    dist.init_process_group("gloo", init_method=f"file://{os.environ['JOB_STORE']}", **place)  # a port may be taken
     rank = Rank()
     for line in sys.stdin:
         command = json.loads(line)

@@ -1,6 +1,5 @@
 """The recipe of docs/layouts.md: a module under FSDP2, uneven on three ranks, in float32, into one process."""
 
-import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -25,8 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 rank = int(sys.argv[2])
-os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[3])
-dist.init_process_group("gloo", rank=rank, world_size=3)
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[3]}", rank=rank, world_size=3)
 mesh = init_device_mesh("cpu", (3,))
 for layer in model:
     fully_shard(layer, mesh=mesh)
@@ -57,12 +55,13 @@ say(version=version, wrong=[n for n, each in plain.items() if not torch.equal(ta
 )
 
 
-def test_fsdp2_with_masters_is_read_by_one_process():
+def test_fsdp2_with_masters_is_read_by_one_process(tmp_path):
     pytest.importorskip("torch.distributed.fsdp")
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = found.getsockname()[1]
     with tensorhub.serve(lease_s=3, report_s=0.2) as server, ThreadPoolExecutor() as pool:
-        ranks = [pool.submit(run, TRAINER, server.address, str(rank), str(port), within_s=180.0) for rank in range(3)]
+        ranks = [
+            pool.submit(run, TRAINER, server.address, str(rank), str(tmp_path / "store"), within_s=180.0)
+            for rank in range(3)
+        ]
         engine = run(ENGINE, server.address, within_s=180.0).only()
         assert engine == {"version": 1, "wrong": []}
         assert [rank.result().only() for rank in ranks] == [{"version": 1}] * 3

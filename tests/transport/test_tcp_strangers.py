@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from tensorhub.protocol.errors import Refused, SourceLost
-from tensorhub.transport.base import Export, Progress
+from tensorhub.transport.base import MAX_MANIFEST_BYTES, Export, Progress
 from tensorhub.transport.tcp import server
 from tensorhub.transport.tcp import wire as tcp_wire
 from tensorhub.transport.tcp.addresses import parse_endpoint
@@ -425,7 +425,7 @@ MANIFEST = HEADER.pack(tcp_wire.MANIFEST, 1, 0) + b"m"
         ([WELCOME, MANIFEST, framed(tcp_wire.GONE, Refusal("gone", "a\u202eb"))], "a\\u202eb"),
         ([greeting(nested("welcome", 7, CHUNK, 2 * CHUNK))], "malformed"),
         ([WELCOME], "closed"),
-        ([WELCOME, HEADER.pack(tcp_wire.MANIFEST, tcp_wire.MAX_MANIFEST_BYTES + 1, 0)], "limit"),
+        ([WELCOME, HEADER.pack(tcp_wire.MANIFEST, MAX_MANIFEST_BYTES + 1, 0)], "limit"),
         ([WELCOME, HEADER.pack(tcp_wire.CHUNK, CHUNK, 0), bytes(CHUNK)], "manifest"),
         ([greeting(Welcome(7, CHUNK, 2**63)), MANIFEST], "expected"),
         ([WELCOME, MANIFEST], "closed"),
