@@ -18,11 +18,11 @@ SIDE_BY_SIDE := -n auto --dist loadgroup --no-loadscope-reorder
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONDONTWRITEBYTECODE
 export PYTHONNOUSERSITE := 1
 
-.PHONY: help setup check format test test-engines test-sanitized closing e2e sim storm explore mutants bench lab demo demo-vllm gpu gpu-packages bless docs clean
+.PHONY: help setup check format test test-all test-engines test-sanitized sim explore mutants bench lab demo demo-vllm gpu gpu-packages bless docs clean
 
 help: ## show this list
 	@echo "TensorHub. make <target>:"
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' Makefile
 
 setup: ## make .venv and install everything into it (the other targets do it by themselves)
 	@PYTHON='$(PYTHON)' tools/setup
@@ -36,9 +36,16 @@ demo-vllm: ## the main job with vLLM and FSDP2, on the CPU: minutes, and gigabyt
 	@PYTHON='$(PYTHON)' tools/env vllm
 	@.envs/vllm/bin/python -m bench.demo --engine vllm $(ARGS)
 
-test: setup ## all tests that this machine can run, the quick checks first
-	@echo "test: house rules, units, scenarios, simulation, then real processes (a quarter of an hour on two cores)"
+test: setup ## what CI runs: every promise once, in about six minutes on two cores (ARGS="-n0": in one process)
+	@echo "test: house rules, units, scenarios, simulation, then real processes (six minutes on two cores)"
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS)
+
+test-all: setup ## what a release needs: tests marked long too, then seeds, every small history, and broken cores
+	@echo "test-all: all tests, seeds 0 to 200 of the simulator, the explorer for three minutes, the mutants of the list"
+	@$(BIN)/python -m pytest --long $(SIDE_BY_SIDE)
+	@$(MAKE) sim SEEDS=0..200
+	@$(MAKE) explore MINUTES=3
+	@$(MAKE) mutants
 
 check: setup ## format, lint, types and house rules; half a minute
 	@echo "check: format"
@@ -66,21 +73,9 @@ test-sanitized: setup ## transports and real processes with the native mover und
 		--ignore tests/processes/test_memory_limit.py --ignore tests/processes/test_growth.py \
 		--deselect tests/processes/test_recoverable.py::test_a_process_that_has_no_memory_for_a_moment
 
-closing: setup ## what a release must have gone through: the suite five times, two of them beside six busy processes, and more
-	@echo "closing: the suite five times, two beside a load of six; process and transport tests twenty times (two hours)"
-	@$(BIN)/python tools/repeat.py --closing $(ARGS)
-
-e2e: setup ## only the tests with real processes and sockets
-	@echo "e2e: real server, workers and sockets, and what happens when they are killed"
-	@$(BIN)/python -m pytest -m processes $(SIDE_BY_SIDE) $(ARGS)
-
-sim: setup ## simulate the seeds of SEEDS (0..2000) on virtual time; every promise is checked after every event
-	@echo "sim: seeds $(SEEDS)"
-	@$(BIN)/python -m tests.sim --seeds $(SEEDS) $(ARGS)
-
-storm: setup ## simulate new seeds for MINUTES (10); a seed that fails is printed, to be kept as a regression
-	@echo "storm: new seeds for $(MINUTES) min"
-	@$(BIN)/python -m tests.sim --storm --minutes $(MINUTES) $(ARGS)
+sim: setup ## simulate the seeds of SEEDS (0..2000) on virtual time (ARGS="--storm --minutes 60": new seeds)
+	@echo "sim: $(or $(ARGS),seeds $(SEEDS)); every promise is checked after every event"
+	@$(BIN)/python -m tests.sim $(or $(ARGS),--seeds $(SEEDS))
 
 explore: setup ## every history of a small cluster, for MINUTES (10): states, depth, and the shortest history to a failure
 	@echo "explore: every history of a small cluster, for $(MINUTES) min"

@@ -28,15 +28,14 @@ STATE_DIR = os.environ["TENSORHUB_STATE_DIR"] = tempfile.mkdtemp(prefix="tensorh
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--long", action="store_true", help="run what is marked as long, too")
+    parser.addoption("--long", action="store_true", help="run tests marked long, too, as `make test-all` does")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Quick first, slow last; otherwise as collected."""
+    """Tests marked long are left out, unless asked for. Quick ones come first, those with processes last."""
     if not config.getoption("--long"):
-        for item in items:
-            if item.get_closest_marker("long"):
-                item.add_marker(pytest.mark.skip(reason="long, and not asked for: --long (make closing does)"))
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
 
     def rank(item: pytest.Item) -> int:
         if item.nodeid.startswith(FIRST):
