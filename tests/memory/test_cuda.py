@@ -352,10 +352,10 @@ def test_rows_of_two_shards_become_columns_of_one(is_turned: bool) -> None:
     for leg in Across(reader, tiles, manifest).legs(sources):
         ends = [its.stream._cuda.spans()[0][1] for its in (rows[leg.number], reader)]
         terms = leg.terms()
-        landing = cuda_device.CudaLanding(0, lambda: None, *ends, leg.parcels, terms.scatter, is_hashing=True)
-        half = len(leg.parcels) // 2
+        landing = cuda_device.CudaLanding(0, lambda: None, *ends, leg.batches, terms.scatter, is_hashing=True)
+        half = len(leg.batches) // 2
         landing.gather(range(half))
-        landing.gather(range(half, len(leg.parcels)))
+        landing.gather(range(half, len(leg.batches)))
         assert landing.digests() == terms.digests[: 16 * terms.scatter.first_tile[half]]
         landing.scatter()
         assert landing.digests() == terms.digests[16 * terms.scatter.first_tile[half] :]

@@ -10,7 +10,7 @@ import pytest
 
 from memory.test_staging import FakeDevice
 from tensorhub.memory.streams import StagedStream, StagingRing
-from tensorhub.transport.rows import Parcels, RowStream
+from tensorhub.transport.rows import Batches, RowStream
 from tensorhub.transport.views import SPAN_BYTES, gather, scatter
 
 SIZES = [("cuda:0", 700), ("cpu", 90), ("cuda:1", 3), ("cuda:0", 4000)]
@@ -18,8 +18,8 @@ SIZE = sum(size for _, size in SIZES)
 DEADLINE_S = 30.0
 
 
-def rows_of(runs: int, run: int, stride: int) -> Parcels:
-    return Parcels.of(array("Q", [5, run, runs, stride, 1, 0]), [1], SIZE, chunk_bytes=SIZE)
+def rows_of(runs: int, run: int, stride: int) -> Batches:
+    return Batches.of(array("Q", [5, run, runs, stride, 1, 0]), [1], SIZE, chunk_bytes=SIZE)
 
 
 def staged(device: FakeDevice) -> StagedStream:

@@ -350,7 +350,7 @@ def test_the_next_version_is_planned_anew_only_where_a_layout_or_the_grid_has_ch
     (first,) = legs_of(grid)
     publisher.arrays["w"] += 1
     (second,) = legs_of(grid)
-    assert second.parcels is first.parcels
+    assert second.batches is first.batches
     assert second.terms().digests != first.terms().digests
     assert planned == [1]
     cutting = Cutting(1 << 10, fewest_tiles=1 << 20)

@@ -242,19 +242,19 @@ def test_tiles_of_any_layout_land_and_go_to_their_places(library: ctypes.CDLL, m
         source, tiles = Source("trainer", cut.table, cut.manifest), tiles_of(reader.table, grid)
         layout = layout_digest(reader.table)
         manifest = derive_manifest(tiles, [source], layout=layout, grid=grid_digest(grid))
-        for leg in Across(reader.registration, tiles, manifest, parcel_bytes=1).legs([source]):
+        for leg in Across(reader.registration, tiles, manifest, batch_bytes=1).legs([source]):
             terms, at = leg.terms(), 0
             ends = spans_of(publisher.registration), spans_of(reader.registration)
-            its = Landing(lambda: Emulator(library), *ends, leg.parcels, terms.scatter, is_hashing=True)
+            its = Landing(lambda: Emulator(library), *ends, leg.batches, terms.scatter, is_hashing=True)
             under_way: list[range] = []
-            while at < len(leg.parcels) or under_way:
-                if at < len(leg.parcels) and len(under_way) < chance.choice((1, 2, 2)):
+            while at < len(leg.batches) or under_way:
+                if at < len(leg.batches) and len(under_way) < chance.choice((1, 2, 2)):
                     under_way.append(window := range(at, chance.randint(at + 1, its.reach(at))))
                     its.gather(window)
                     at = window.stop
                 elif under_way:
                     window = under_way.pop(0)
-                    first, last = (terms.scatter.first_tile[parcel] for parcel in (window.start, window.stop))
+                    first, last = (terms.scatter.first_tile[batch] for batch in (window.start, window.stop))
                     assert its.digests() == terms.digests[16 * first : 16 * last], (seed, window)
                     its.scatter()
             its.close()

@@ -151,7 +151,7 @@ def test_a_part_that_ends_in_mid_read_is_replaced_and_the_rest_goes_on(how):
         assert (await reader.ended()).complete
         assert reader.shard.wrong(fleet.model) == []
         again = sum(reader.data.received.by_replica.values()) - 4 * MIB
-        assert 0 <= again <= 2 * MIB  # a parcel of each of its streams
+        assert 0 <= again <= 2 * MIB  # a batch of each of its streams
         if closing is not None:
             await closing
         if how == "withdraws":

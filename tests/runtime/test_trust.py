@@ -76,7 +76,7 @@ def test_a_lease_that_ends_while_a_chunk_is_judged_takes_the_chunk_with_it(read,
 def test_after_a_stop_nothing_counts(read):
     source, manifest, sink, fill, _, _ = read
     sink.begin(manifest.encode())
-    sink.stop_gate.shut()
+    sink.stop_flag.set()
     with pytest.raises(SessionLost):
         put(source, manifest, sink, 0)
     with pytest.raises(SessionLost):

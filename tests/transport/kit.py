@@ -27,8 +27,7 @@ from tensorhub.memory.streams import host_view
 from tensorhub.protocol.errors import CorruptTransfer, SessionLost, TensorHubError
 from tensorhub.protocol.manifest import chunk_count
 from tensorhub.transport import sealed
-from tensorhub.transport.base import Export, Look, Progress, Read, Terms, Transport
-from tensorhub.transport.base import Gate as WordGate
+from tensorhub.transport.base import Export, Look, Progress, Read, StopFlag, Terms, Transport
 from tensorhub.transport.cuda import CudaSettings, CudaTransport
 from tensorhub.transport.local import memory as local_host
 from tensorhub.transport.local.transport import LocalSettings, LocalTransport
@@ -356,7 +355,7 @@ class Target:
         self.told_bytes: int | None = None  # by a transport that judged by itself
         self.arrivals: dict[int, list[bytes]] = {}  # what was shown of each chunk while it came
         self.manifest: bytes | None = None
-        self.gate = WordGate()
+        self.stop_flag = StopFlag()
         self.touches = 0  # chunks that were about to be written
         self.touch_error: Exception | None = None
         self._wanted = range(count) if wanted is None else wanted
@@ -425,15 +424,15 @@ class Target:
         if type(self).accept is not Target.accept or self._gates or self._accept_error is not None:
             return None
         self.told_bytes = 0
-        return Terms(b"".join(self.digests), self.progress, (self.gate,))
+        return Terms(b"".join(self.digests), self.progress, (self.stop_flag,))
 
     def told(self, size_bytes: int) -> None:
         assert self.told_bytes is not None
         self.told_bytes += size_bytes
 
     def check(self) -> None:
-        if self.gate.is_shut:
-            raise SessionLost("the gate was shut")
+        if self.stop_flag.is_set:
+            raise SessionLost("the stop flag was set")
 
     def export(self, key: str, manifest: bytes = b"manifest") -> Export:
         """What this target has, for others to read behind it."""

@@ -21,7 +21,7 @@ from tensorhub.memory.streams import host_view
 from tensorhub.memory.xxh3 import CHUNK_WORDS, NoRoom, Spans
 from tensorhub.protocol.errors import TransportMissing
 from tensorhub.transport.on_device import Shared
-from tensorhub.transport.rows import Parcels, Scatter
+from tensorhub.transport.rows import Batches, Scatter
 
 during_copy: list[Callable[[int, memoryview], object]] = []  # called with the first byte and what was copied
 during_fill: list[Callable[[int, memoryview], object]] = []  # the same, of what was copied into a ring
@@ -179,11 +179,11 @@ during_landing: list[Callable[[np.ndarray], object]] = []  # called with each ti
 room_bytes, most_room_bytes = 0, 0  # of the device, for landing: now, and at most so far
 
 
-def land(source: Opened, target: Spans, parcels: Parcels, scatter: Scatter, *, digests: bool) -> Landing:
+def land(source: Opened, target: Spans, batches: Batches, scatter: Scatter, *, digests: bool) -> Landing:
     """Landing memory for one read."""
     spans = Spans([0], [np.frombuffer(source.view, np.uint8).ctypes.data], source.size_bytes)
     try:
-        return Landing(Launcher, spans, target, parcels, scatter, is_hashing=digests)
+        return Landing(Launcher, spans, target, batches, scatter, is_hashing=digests)
     except (NoRoom, ValueError) as error:
         raise TransportMissing(str(error)) from error
 

@@ -11,7 +11,7 @@ import pytest
 
 from tensorhub.memory.streams import Copy, Piece, StagedStream, StagingRing
 from tensorhub.transport.base import Export, Progress, Scarce
-from tensorhub.transport.rows import PIECES, Parcels
+from tensorhub.transport.rows import PIECES, Batches
 from tensorhub.transport.tcp import wire as brief
 from tensorhub.transport.tcp import wire as tcp_wire
 from tensorhub.transport.tcp.addresses import parse_endpoint
@@ -77,7 +77,7 @@ def stalled(source: TcpTransport, *, has_pieces: bool) -> Iterator[None]:
         wire.send_greeting(Hello("", "k", 0, 60_000, False, has_pieces=has_pieces))
         assert isinstance(wire.receive_greeting(DEADLINE_S), Welcome)
         if has_pieces:
-            wire.send_frame(PIECES, payload=[Parcels.of(array("Q", [0, SIZE, 1, 0, 1, 0]), [1], SIZE).encode()])
+            wire.send_frame(PIECES, payload=[Batches.of(array("Q", [0, SIZE, 1, 0, 1, 0]), [1], SIZE).encode()])
             assert wire.receive_header() == (tcp_wire.WAITING, 0, 0)
         wire.send_want([0])
         assert wire.receive_header()[0] == tcp_wire.CHUNK  # it is being sent: a slot is taken

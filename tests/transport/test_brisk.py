@@ -9,7 +9,7 @@ import pytest
 
 from tensorhub.protocol.errors import SourceLost
 from tensorhub.transport.base import Export, Progress
-from tensorhub.transport.threads import BRISK_S, Brisk
+from tensorhub.transport.threads import SHORT_S, ShortSwitchInterval
 
 from . import kit
 from .conftest import Make
@@ -28,7 +28,7 @@ def usual() -> Iterator[None]:
 
 
 def is_brisk() -> bool:
-    return sys.getswitchinterval() == pytest.approx(BRISK_S)
+    return sys.getswitchinterval() == pytest.approx(SHORT_S)
 
 
 def is_usual() -> bool:
@@ -36,25 +36,25 @@ def is_usual() -> bool:
 
 
 def test_from_beginning_to_end_but_for_a_pause() -> None:
-    with Brisk() as brisk:
+    with ShortSwitchInterval() as interval:
         assert is_brisk()
-        brisk.over()
-        brisk.over()
+        interval.restore()
+        interval.restore()
         assert is_usual()
-        brisk.again()
-        brisk.again()
+        interval.shorten()
+        interval.shorten()
         assert is_brisk()
     assert is_usual()
-    brisk.over()
+    interval.restore()
     assert is_usual()
 
 
 def test_until_the_last_of_many_threads_has_left() -> None:
-    with Brisk():
+    with ShortSwitchInterval():
         barrier = threading.Barrier(8)
 
         def begin_and_end() -> None:
-            with Brisk():
+            with ShortSwitchInterval():
                 barrier.wait(10)
 
         threads = [threading.Thread(target=begin_and_end) for _ in range(8)]
@@ -68,33 +68,33 @@ def test_until_the_last_of_many_threads_has_left() -> None:
 
 def test_an_interval_that_is_shorter_stays() -> None:
     sys.setswitchinterval(0.00005)
-    with Brisk():
+    with ShortSwitchInterval():
         assert sys.getswitchinterval() == pytest.approx(0.00005)
     assert sys.getswitchinterval() == pytest.approx(0.00005)
 
 
 def test_what_the_program_sets_meanwhile_stays() -> None:
-    with Brisk():
+    with ShortSwitchInterval():
         sys.setswitchinterval(0.5)
     assert sys.getswitchinterval() == pytest.approx(0.5)
 
 
 def test_what_the_program_kept_meanwhile_and_put_back_does_not_stay() -> None:
-    with Brisk():
+    with ShortSwitchInterval():
         kept = sys.getswitchinterval()
         sys.setswitchinterval(0.5)
     sys.setswitchinterval(kept)
-    with Brisk():
+    with ShortSwitchInterval():
         assert is_brisk()
     assert is_usual()
 
 
 def test_a_child_that_was_forked_in_a_block_leaves_it() -> None:
     child = None
-    with Brisk():
+    with ShortSwitchInterval():
         child = os.fork()
     if child == 0:
-        with Brisk():
+        with ShortSwitchInterval():
             is_right = is_brisk()
         os._exit(0 if is_right and is_usual() else 1)
     _, status = os.waitpid(child, 0)
@@ -103,11 +103,11 @@ def test_a_child_that_was_forked_in_a_block_leaves_it() -> None:
 
 
 def test_a_forked_child_has_the_usual_one() -> None:
-    with Brisk():
+    with ShortSwitchInterval():
         child = os.fork()
         if child == 0:
             is_right = is_usual()
-            with Brisk():
+            with ShortSwitchInterval():
                 is_right = is_right and is_brisk()
             os._exit(0 if is_right and is_usual() else 1)
         _, status = os.waitpid(child, 0)

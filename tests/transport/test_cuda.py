@@ -260,7 +260,7 @@ class Pieces:
         self.found = pieces_kit.columns(1)
         cuts = pieces_kit.cuts_of(self.found.publisher, self.found.grid)
         (source,) = sources = pieces_kit.sources_of(cuts)
-        self.across = pieces_kit.across_for(self.found.reader, self.found.grid, sources, parcel_bytes=1)
+        self.across = pieces_kit.across_for(self.found.reader, self.found.grid, sources, batch_bytes=1)
         (self.leg,) = self.across.legs([source])
         self.source, self.reader = make(), make()
         pieces_kit.exported(self.source, "k", self.found.publisher[0], cuts[0])

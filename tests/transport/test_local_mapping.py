@@ -263,7 +263,7 @@ class Unchecked(Target):
 
     def terms(self) -> Terms | None:
         self.told_bytes = 0
-        return Terms(None, self.progress, (self.gate,))
+        return Terms(None, self.progress, (self.stop_flag,))
 
     def accept(self, chunk: int, views: Sequence[memoryview]) -> None:
         """Anything."""

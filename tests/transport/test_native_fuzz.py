@@ -18,7 +18,7 @@ import pytest
 import xxhash
 
 from tensorhub.protocol.manifest import chunk_count
-from tensorhub.transport.base import Export, Gate, Progress, Terms
+from tensorhub.transport.base import Export, Progress, StopFlag, Terms
 from tensorhub.transport.native import shapes
 from tensorhub.transport.native.reads import mover_for
 from tensorhub.transport.tcp import wire as tcp_wire
@@ -97,10 +97,10 @@ class Sink:
         self.stream = kit.Pieces(self.memory, piece_bytes)
         self.stream.view = memoryview(self.memory)[MARGIN : MARGIN + SIZE]
         self.progress = Progress(COUNT)
-        self.gate = Gate()
+        self.stop_flag = StopFlag()
 
     def terms(self) -> Terms:
-        return Terms(b"".join(DIGESTS), self.progress, (self.gate,))
+        return Terms(b"".join(DIGESTS), self.progress, (self.stop_flag,))
 
     def begin(self, manifest: bytes) -> range:
         return range(COUNT)
@@ -259,8 +259,8 @@ def test_whatever_a_reader_asks_for(is_announcing: bool) -> None:
     assert failures == {"Vanished", "Garbled"}
 
 
-def test_a_gate_that_is_shut_at_any_moment_lets_nothing_count_afterwards() -> None:
-    """G4 to the chunk: as soon as `shut` has returned, the marks stay as they are."""
+def test_a_stop_flag_that_is_set_at_any_moment_lets_nothing_count_afterwards() -> None:
+    """G4 to the chunk: as soon as `set` has returned, the marks stay as they are."""
     data = b"".join(frame(tcp_wire.CHUNK, chunk, bytes(RIGHT[chunk * CHUNK :][:CHUNK])) for chunk in range(COUNT))
     cut_short = 0
     for seed in range(ROUNDS // 3):
@@ -276,7 +276,7 @@ def test_a_gate_that_is_shut_at_any_moment_lets_nothing_count_afterwards() -> No
             until = time.perf_counter() + random.Random(seed).random() * 60e-6
             while time.perf_counter() < until:
                 pass
-            sink.gate.shut()
+            sink.stop_flag.set()
             marks = bytes(sink.progress._have)
             mover.join(state)
         assert bytes(sink.progress._have) == marks, seed

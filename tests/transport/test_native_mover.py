@@ -42,7 +42,7 @@ class Leased(Target):
 
     def terms(self) -> Terms | None:
         super().terms()
-        return Terms(b"".join(self.digests), self.progress, (self.gate,), self.until)
+        return Terms(b"".join(self.digests), self.progress, (self.stop_flag,), self.until)
 
     def told(self, size_bytes: int) -> None:
         super().told(size_bytes)
@@ -112,16 +112,16 @@ def test_after_the_end_of_the_lease_nothing_counts(make: Make) -> None:
     assert not any(target.buffer[2 * CHUNK :])
 
 
-def test_a_shut_gate_lets_nothing_count(make: Make) -> None:
+def test_a_set_stop_flag_lets_nothing_count(make: Make) -> None:
     right = content(4 * CHUNK)
     target = Leased(right, CHUNK)
     progress, ended = waiting(make, target, right)
-    target.gate.shut()
+    target.stop_flag.set()
     before = bytes(target.progress._have)
     progress.mark(1)
     error = ended.wait()
     assert isinstance(error, SessionLost)
-    assert "gate" in str(error)
+    assert "stop flag" in str(error)
     assert bytes(target.progress._have) == before == b"\1\0\0\0"
 
 
@@ -184,7 +184,7 @@ def test_terms_that_do_not_fit_are_not_taken(make: Make) -> None:
     for made in (
         lambda odd: Terms(b"".join(odd.digests[1:]), odd.progress, ()),
         lambda odd: Terms(b"".join(odd.digests), Progress(7), ()),
-        lambda odd: Terms(b"".join(odd.digests), odd.progress, (odd.gate,) * 5),
+        lambda odd: Terms(b"".join(odd.digests), odd.progress, (odd.stop_flag,) * 5),
     ):
         Odd.made = made
         target = Odd(right, CHUNK)

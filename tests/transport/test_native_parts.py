@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorhub.transport.base import Gate, Progress
+from tensorhub.transport.base import Progress, StopFlag
 from tensorhub.transport.native import build, load, shapes
 from tensorhub.transport.native.reads import Mover
 
@@ -23,7 +23,7 @@ from .kit import DEADLINE_S
 from .native import library, needs_mover
 
 C_NAMES = {
-    shapes.Gate: "gate_t",
+    shapes.StopFlag: "stop_flag_t",
     shapes.Marks: "progress_t",
     shapes.Table: "table_t",
     shapes.ReadState: "read_t",
@@ -32,7 +32,7 @@ C_NAMES = {
     shapes.DigestState: "digest_t",
     shapes.Loop: "loop_t",
     shapes.Keep: "keep_t",
-    shapes.Parcels: "parcels_t",
+    shapes.Batches: "batches_t",
     shapes.OffloadState: "offload_t",
     shapes.Large: "large_t",
 }
@@ -297,22 +297,22 @@ def test_chunks_that_are_not_there_cannot_be_marked() -> None:
     assert Progress(0).is_complete
 
 
-def test_a_gate_is_shut_once_and_for_good() -> None:
-    gate = Gate()
-    assert not gate.is_shut
-    gate.shut()
-    gate.shut()
-    assert gate.is_shut
+def test_a_stop_flag_is_set_once_and_for_good() -> None:
+    flag = StopFlag()
+    assert not flag.is_set
+    flag.set()
+    flag.set()
+    assert flag.is_set
 
 
 @needs_mover
-def test_who_shuts_a_gate_waits_for_whoever_is_counting() -> None:
-    gate, is_shut = Gate(), threading.Event()
-    gate.state.inside = 1
-    shutting = threading.Thread(target=lambda: (gate.shut(), is_shut.set()))
+def test_setting_a_stop_flag_waits_for_whoever_is_counting() -> None:
+    flag, is_over = StopFlag(), threading.Event()
+    flag.state.inside = 1
+    shutting = threading.Thread(target=lambda: (flag.set(), is_over.set()))
     shutting.start()
-    kit.until(lambda: gate.is_shut, "the gate is shut")
-    assert not is_shut.is_set()
-    gate.state.inside = 0
-    assert is_shut.wait(kit.DEADLINE_S)
+    kit.until(lambda: flag.is_set, "the flag is set")
+    assert not is_over.is_set()
+    flag.state.inside = 0
+    assert is_over.wait(kit.DEADLINE_S)
     shutting.join()

@@ -29,14 +29,14 @@ def is_fetched(request: pytest.FixtureRequest, kind: kit.Kind, monkeypatch: pyte
     return bool(request.param)
 
 
-def check_read(source: Transport, reader: Transport, drawn: Columns, cuts: Sequence[Cut], *, parcel_bytes: int) -> None:
+def check_read(source: Transport, reader: Transport, drawn: Columns, cuts: Sequence[Cut], *, batch_bytes: int) -> None:
     """All that the reader wants comes, and nothing else of its memory is touched."""
     model, publisher, target, grid = drawn
     for number, (shard, cut) in enumerate(zip(publisher, cuts, strict=True)):
         exported(source, str(number), shard, cut)
     before = target.outside()
     sources = sources_of(cuts)
-    across = across_for(target, grid, sources, parcel_bytes=parcel_bytes)
+    across = across_for(target, grid, sources, batch_bytes=batch_bytes)
     read_all(across, sources, reader, [source.endpoint] * len(sources))
     assert not target.wrong(model)
     assert all((one == other).all() for one, other in zip(target.outside(), before, strict=True))
@@ -53,7 +53,7 @@ def test_any_layout_from_any_layout(make: Make, is_known: bool, monkeypatch: pyt
         monkeypatch.setattr(copies, "SHORT_BYTES", (0, 12, 64)[seed % 3])  # what goes straight, and what is turned
         columns = drawn(chance, is_known=is_known)
         cuts = cuts_of(columns.publisher, columns.grid)
-        check_read(source, reader, columns, cuts, parcel_bytes=chance.choice((1, 100, 1 << 20)))
+        check_read(source, reader, columns, cuts, batch_bytes=chance.choice((1, 100, 1 << 20)))
 
 
 @pytest.mark.usefixtures("is_fetched")
@@ -66,7 +66,7 @@ def test_what_lies_transposed_at_one_end(make: Make, shape: tuple[int, int], is_
     orders = [leg._order for leg in across.legs(sources_of(cuts))]
     is_turned = any(order.scatter.first_turn[-1] for order in orders)
     assert is_turned is not is_here, "for its digest what comes in another order is gone through in that of the tile"
-    check_read(make(), make(), columns, cuts, parcel_bytes=1 << 20)
+    check_read(make(), make(), columns, cuts, batch_bytes=1 << 20)
 
 
 @pytest.mark.parametrize("who", ["source", "reader", "both"])
@@ -89,4 +89,4 @@ def test_also_where_memory_must_be_entered_block_by_block(make: Make, kind: kit.
                 shard.registration = on_device(shard.registration)
         if who != "source":
             target.registration = on_device(target.registration)
-        check_read(source, reader, columns, cuts, parcel_bytes=chance.choice((1, 100, 1 << 20)))
+        check_read(source, reader, columns, cuts, batch_bytes=chance.choice((1, 100, 1 << 20)))

@@ -18,7 +18,7 @@ import pytest
 from tensorhub.transport import rows as module
 from tensorhub.transport.base import Export, Progress
 from tensorhub.transport.native import load
-from tensorhub.transport.rows import MAX_ROWS, PIECES, BadPieces, Parcels, Room, RowStream, placed
+from tensorhub.transport.rows import MAX_ROWS, PIECES, BadPieces, Batches, Room, RowStream, placed
 from tensorhub.transport.tcp import serving
 from tensorhub.transport.tcp import wire as tcp_wire
 from tensorhub.transport.tcp.addresses import parse_endpoint
@@ -66,13 +66,13 @@ GOOD = [10, 4, 3, 8, 2, 100]
     [
         (b"", "no numbers"),
         (b"1234567", "no numbers"),
-        (body([1], GOOD, count=2), "2 parcels of 1 rows"),
-        (body([1], GOOD, row_count=2), "1 parcels of 2 rows"),
+        (body([1], GOOD, count=2), "2 batches of 1 rows"),
+        (body([1], GOOD, row_count=2), "1 batches of 2 rows"),
         (body([1], GOOD, row_count=TOP), f"{TOP} rows"),
-        (body([1], GOOD, count=TOP), f"{TOP} parcels"),
+        (body([1], GOOD, count=TOP), f"{TOP} batches"),
         (body([1], GOOD, row_count=MAX_ROWS + 1), "are the limit"),
-        (body([2], GOOD), "parcels of 2 rows, but 1 rows"),
-        (body([1, 0], GOOD, GOOD), "parcel 1 has no rows"),
+        (body([2], GOOD), "batches of 2 rows, but 1 rows"),
+        (body([1, 0], GOOD, GOOD), "batch 1 has no rows"),
         (body([1 | 1 << 33], GOOD), "flags"),
         (body([1], [0, 0, 1, 0, 1, 0]), "row 0 has no bytes"),
         (body([2], GOOD, [0, 1, 0, 0, 1, 0]), "row 1 has no bytes"),
@@ -88,25 +88,25 @@ GOOD = [10, 4, 3, 8, 2, 100]
         (body([1], [0, 1, TOP, 0, 1, 0]), "are the limit"),
         (body([1], [0, 1, 1 << 40, 0, 1 << 40, 0]), "are the limit"),
         (body([1], [0, 1 << 32, 1 << 32, 0, 1, 0]), "are the limit"),
-        (body([2], [0, 1, 1 << 30, 0, 1, 0], [0, 1, 1, 0, 1, 0]), "a parcel of 1073741825 B"),
+        (body([2], [0, 1, 1 << 30, 0, 1, 0], [0, 1, 1, 0, 1, 0]), "a batch of 1073741825 B"),
     ],
 )
 def test_what_cannot_be_is_refused_with_its_reason(way: str, data: bytes, why: str) -> None:
     with pytest.raises(BadPieces) as failure:
-        Parcels.decode(data, SIZE, CHUNK)
+        Batches.decode(data, SIZE, CHUNK)
     assert why in str(failure.value)
 
 
 def test_what_can_be_survives_the_way(way: str) -> None:
-    parcels = Parcels.of(array("Q", [*GOOD, 0, SIZE, 1, 0, 1, 0]), [1, 1], SIZE).sending([False, True])
-    found = Parcels.decode(parcels.encode(), SIZE, CHUNK)
-    assert (found.rows.words, found.bounds, found.flags) == (parcels.rows.words, parcels.bounds, parcels.flags)
+    batches = Batches.of(array("Q", [*GOOD, 0, SIZE, 1, 0, 1, 0]), [1, 1], SIZE).sending([False, True])
+    found = Batches.decode(batches.encode(), SIZE, CHUNK)
+    assert (found.rows.words, found.bounds, found.flags) == (batches.rows.words, batches.bounds, batches.flags)
     assert list(found.bounds) == [0, 24, 24 + SIZE]
     assert list(found.rows.needs) == [0, 0, 0, SIZE // CHUNK]
 
 
 def drawn_rows(chance: random.Random) -> tuple[list[int], array]:
-    """Rows that can be, in parcels."""
+    """Rows that can be, in batches."""
     words, counts = array("Q"), []
     for _ in range(1 + chance.randrange(4)):
         counts.append(1 + chance.randrange(3))
@@ -134,18 +134,18 @@ def test_rows_are_what_their_definition_says(way: str) -> None:
     for seed in range(ROUNDS // 5):
         chance = random.Random(seed)
         counts, words = drawn_rows(chance)
-        parcels = Parcels.of(words, counts, SIZE, chunk_bytes=CHUNK)
+        batches = Batches.of(words, counts, SIZE, chunk_bytes=CHUNK)
         expected = bytes_of(words, 0, len(words) // 6)
-        assert parcels.size_bytes == len(expected)
+        assert batches.size_bytes == len(expected)
         start = chance.randrange(len(expected) + 1)
         stop = chance.randint(start, len(expected))
         for piece_bytes in (0, 37):
             stream = kit.Pieces(RIGHT, piece_bytes)
-            with RowStream(stream, parcels.rows).reading(start, stop) as views:
+            with RowStream(stream, batches.rows).reading(start, stop) as views:
                 assert b"".join(views) == expected[start:stop], seed
-        ranges = RowStream.ranges_of(parcels.rows, start, stop)
+        ranges = RowStream.ranges_of(batches.rows, start, stop)
         assert b"".join(bytes(RIGHT[at : at + length]) for at, length in ranges) == expected[start:stop]
-        there = placed(parcels.rows, kit.Pieces(RIGHT))
+        there = placed(batches.rows, kit.Pieces(RIGHT))
         assert (there is not None) == (way == "native")
         if there is not None:
             assert there.table.size == len(expected)
@@ -198,14 +198,14 @@ def test_whatever_a_reader_wants(way: str) -> None:
             hearing.join()
         if not came:
             continue
-        parcels, at = Parcels.decode(data, SIZE, CHUNK), HEADER.size
+        batches, at = Batches.decode(data, SIZE, CHUNK), HEADER.size
         assert came[:at] == TAKEN, "first it hears that there is room"
         while at < len(came):
             kind, length, number = HEADER.unpack_from(came, at)
             found = came[at + HEADER.size : at + HEADER.size + length]
             at += HEADER.size + length
             assert kind == tcp_wire.CHUNK
-            expected = bytes_of(parcels.rows.words, *parcels.first_row[number : number + 2])
+            expected = bytes_of(batches.rows.words, *batches.first_row[number : number + 2])
             assert found == expected[: len(found)], seed
             assert len(found) == len(expected) or at > len(came), seed
             frames += 1

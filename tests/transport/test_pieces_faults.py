@@ -29,7 +29,7 @@ from .kit import DEADLINE_S
 from .pieces_kit import COLUMNS, ROWS, Columns, Reading, across_for, columns, cuts_of, exported, half_of
 from .pieces_kit import sources_of as sources_of_cuts
 
-PARCEL = 64 * 1024
+BATCH = 64 * 1024
 
 
 def fetch_all(monkeypatch: pytest.MonkeyPatch, from_bytes: int) -> None:
@@ -52,7 +52,7 @@ class Scene:
         self.found, self.source, self.reader = found, source, reader
         self.cuts = cuts_of(found.publisher, found.grid)
         self.sources = sources_of_cuts(self.cuts)
-        self.across: Across = across_for(found.reader, found.grid, self.sources, parcel_bytes=PARCEL)
+        self.across: Across = across_for(found.reader, found.grid, self.sources, batch_bytes=BATCH)
 
     def export(self, number: int, **options: object) -> None:
         exported(self.source, str(number), self.found.publisher[number], self.cuts[number], **options)
@@ -109,7 +109,7 @@ def test_withdraw_under_load_again_and_again(make: Make, found: Columns) -> None
         scene = Scene(found, source, reader)
         scene.export(0)
         reading = scene.read(0)
-        enough = trial * PARCEL
+        enough = trial * BATCH
         kit.until(lambda: reading.read.received_bytes >= enough or reading.ended.event.is_set(), "some of it has come")  # noqa: B023
         assert source.withdraw("0", timeout_s=DEADLINE_S)
         found.publisher[0].arrays["w"][:] = 0xEE
@@ -250,13 +250,13 @@ def test_a_further_stream_without_room_takes_nothing_along(way: str, monkeypatch
     try:
         if (load.library() is not None) != (way == "native"):
             pytest.skip(f"no native mover: {load.why_not()}")
-        settings = TcpSettings(streams=2, stream_rate_bytes_per_s=0, stream_bytes=PARCEL)
+        settings = TcpSettings(streams=2, stream_rate_bytes_per_s=0, stream_bytes=BATCH)
         for _ in range(4):
             with contextlib.closing(TcpTransport(settings)) as source, contextlib.closing(TcpTransport(settings)) as to:
                 scene = Scene(columns(), source, to)
                 scene.export(0)
                 (leg,) = scene.across.legs([scene.sources[0]])
-                room = 3 * len(leg.parcels.encode())  # for one connection of this read, not for two
+                room = 3 * len(leg.batches.encode())  # for one connection of this read, not for two
                 monkeypatch.setattr(source._server, "_room", Room(room))
                 reading = Reading(scene.across, leg, to, source.endpoint, "0")
                 assert reading.wait() is None
@@ -270,17 +270,17 @@ def test_the_mover_takes_no_rows_that_end_too_soon() -> None:
     """It would go on behind them, where no tensor is."""
     found = columns()
     sources = sources_of_cuts(cuts_of(found.publisher, found.grid))
-    across = across_for(found.reader, found.grid, sources, parcel_bytes=PARCEL)
+    across = across_for(found.reader, found.grid, sources, batch_bytes=BATCH)
     (leg,) = across.legs(sources[:1])
     scatter = leg._order.scatter
-    assert reads._fits(scatter, leg.parcels)
+    assert reads._fits(scatter, leg.batches)
     ours = scatter.ours
     for column, number in ((RUN, ours.words[RUN] - 1), (COUNT, ours.words[COUNT] - 1), (COUNTS, 2)):
         words = ours.words[:]
         words[column] = number
-        assert not reads._fits(replace(scatter, ours=Rows.at(words, ours.starts)), leg.parcels)
+        assert not reads._fits(replace(scatter, ours=Rows.at(words, ours.starts)), leg.batches)
     fewer = Rows.at(ours.words[:-ROW_WORDS], ours.starts[:-1])
-    assert not reads._fits(replace(scatter, ours=fewer), leg.parcels)
+    assert not reads._fits(replace(scatter, ours=fewer), leg.batches)
 
 
 @pytest.mark.parametrize("kind", ["pretended-nixl-2"], indirect=True)

@@ -59,7 +59,7 @@ def test_three_trainers_fill_a_rank_and_one_of_them_is_killed(
     before = target.outside()
     found = [source_of(process, f"trainer[{number}]") for number, process in enumerate(trainers)]
     grid = llama.grid()
-    across = across_for(target, grid, [source for _, source in found], parcel_bytes=64 * 1024)
+    across = across_for(target, grid, [source for _, source in found], batch_bytes=64 * 1024)
     legs = across.legs([source for _, source in found])
     assert {leg.number for leg in legs} == {0, 1, 2}, "each has a part"
     readings = [Reading(across, leg, reader, found[leg.number][0], "k") for leg in legs]
@@ -81,4 +81,4 @@ def test_three_trainers_fill_a_rank_and_one_of_them_is_killed(
     assert not target.wrong(right)
     assert all((one == other).all() for one, other in zip(target.outside(), before, strict=True)), "padding"
     arrived = sum(reading.read.received_bytes for reading in (*readings, *rest))
-    assert wanted <= arrived <= 1.1 * wanted, "only parcels that were under way came twice"
+    assert wanted <= arrived <= 1.1 * wanted, "only batches that were under way came twice"

@@ -12,7 +12,7 @@ import pytest
 from tensorhub.protocol.errors import SourceLost, UsageError
 from tensorhub.transport.tcp import addresses as tcp_addresses
 from tensorhub.transport.tcp.addresses import advertised_endpoint, format_endpoint, listeners, parse_endpoint
-from tensorhub.transport.tcp.job import Width
+from tensorhub.transport.tcp.job import StreamCount
 from tensorhub.transport.tcp.settings import TcpSettings
 from tensorhub.transport.tcp.transport import TcpTransport
 
@@ -106,7 +106,7 @@ def test_where_one_address_is_not_of_this_machine_nothing_is_listened_on() -> No
 
 
 def test_no_fewer_streams_than_addresses() -> None:
-    width = Width(TcpSettings(probe_s=1.0), 1, cores=64, least=3)
+    width = StreamCount(TcpSettings(probe_s=1.0), 1, cores=64, least=3)
     width.set(3)
     for at in range(8):
         assert width.look(100.0 + at, at * 1000) == 3, "a slow link, but there are three of them"

@@ -1,4 +1,4 @@
-"""The small parts of the tcp transport, each alone: settings, endpoints, claims, the window ahead, the wire's bytes."""
+"""The small parts of the tcp transport, each alone: settings, endpoints, queue, the window ahead, the wire's bytes."""
 
 import socket
 import subprocess
@@ -21,7 +21,7 @@ from tensorhub.transport.tcp.addresses import advertised_endpoint, dial, format_
 from tensorhub.transport.tcp.job import Job
 from tensorhub.transport.tcp.server import TcpServer
 from tensorhub.transport.tcp.serving import Conversation, Served
-from tensorhub.transport.tcp.settings import Ahead, Claims, TcpSettings, as_ranges
+from tensorhub.transport.tcp.settings import ChunkQueue, TcpSettings, Window, as_ranges
 from tensorhub.transport.tcp.wire import Silent, Vanished, Wire
 from tensorhub.transport.views import Addresses
 
@@ -69,32 +69,32 @@ def test_ranges_keep_the_chunks_and_their_order(chunks: list[int]) -> None:
 
 @given(st.integers(0, 200), st.integers(1, 5), st.lists(st.integers(0, 40), min_size=1))
 def test_claims_give_each_chunk_once_and_in_order(count: int, streams: int, sizes: list[int]) -> None:
-    claims = Claims(range(count), streams)
+    queue = ChunkQueue(range(count), streams)
     given_out: list[int] = []
     for size in sizes:
-        taken = claims.take(size)
+        taken = queue.take(size)
         assert len(taken) <= size
         given_out.extend(taken)
-    while taken := claims.take(1000):
+    while taken := queue.take(1000):
         given_out.extend(taken)
     assert given_out == list(range(count))
 
 
 def test_claims_leave_something_for_the_other_streams_at_the_end() -> None:
-    assert len(Claims(range(10), 3).take(10)) == 4
+    assert len(ChunkQueue(range(10), 3).take(10)) == 4
 
 
 def test_ahead_grows_while_chunks_come_soon_and_shrinks_when_they_are_late() -> None:
-    ahead = Ahead(TcpSettings(), 4 << 20)
-    assert ahead.chunks == 2
+    window = Window(TcpSettings(), 4 << 20)
+    assert window.chunks == 2
     for _ in range(10):
-        ahead.adjust(0.01)
-    assert ahead.chunks == 16, "64 MiB of chunks of 4 MiB"
-    ahead.adjust(0.3)
-    assert ahead.chunks == 16
+        window.adjust(0.01)
+    assert window.chunks == 16, "64 MiB of chunks of 4 MiB"
+    window.adjust(0.3)
+    assert window.chunks == 16
     for _ in range(10):
-        ahead.adjust(5.0)
-    assert ahead.chunks == 2
+        window.adjust(5.0)
+    assert window.chunks == 2
 
 
 @pytest.fixture

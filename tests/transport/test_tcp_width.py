@@ -10,7 +10,7 @@ import pytest
 
 from tensorhub.transport.tcp import job
 from tensorhub.transport.tcp.addresses import format_endpoint, parse_endpoint
-from tensorhub.transport.tcp.job import Width
+from tensorhub.transport.tcp.job import StreamCount
 from tensorhub.transport.tcp.reader import TcpRead
 from tensorhub.transport.tcp.settings import TcpSettings
 from tensorhub.transport.tcp.transport import TcpTransport
@@ -24,7 +24,7 @@ LOOK_S = 0.05  # so often news come
 CREDIT_S = 0.05  # a link makes up for so much time in which nobody sent
 
 
-def widths(width: Width, rate_of: Callable[[int, float], float], for_s: float) -> list[int]:
+def widths(width: StreamCount, rate_of: Callable[[int, float], float], for_s: float) -> list[int]:
     """How many streams there are from look to look, on a path that gives so many bytes a second to so many streams."""
     now, arrived, found = 100.0, 0.0, [width.streams]
     while now < 100.0 + for_s:
@@ -45,36 +45,36 @@ def each_gets(limit: float, link: float = 1e12) -> Callable[[int, float], float]
     [(1e12, 8), (5.5e9, 8), (2.6e9, 4), (1.3e9, 2), (0.9e9, 2), (0.7e9, 1)],
 )
 def test_it_widens_as_long_as_that_brings_more(link: float, in_the_end: int) -> None:
-    width = Width(NEAR, 1, cores=64)
+    width = StreamCount(NEAR, 1, cores=64)
     widths(width, each_gets(6.2e8, link), 8.0)
     assert width.streams == in_the_end
 
 
 def test_what_is_slow_inside_a_site_is_never_doubted() -> None:
-    assert widths(Width(NEAR, 1, cores=64), each_gets(1e8), 100.0) == [1]
+    assert widths(StreamCount(NEAR, 1, cores=64), each_gets(1e8), 100.0) == [1]
 
 
 def test_across_sites_everything_is_tried() -> None:
-    assert widths(Width(FAR, 4, cores=64), each_gets(3e7), 20.0) == [4, 8]
+    assert widths(StreamCount(FAR, 4, cores=64), each_gets(3e7), 20.0) == [4, 8]
 
 
 def test_a_trial_in_vain_is_taken_back_and_repeated_more_and_more_rarely() -> None:
-    found = widths(Width(NEAR, 1, cores=64), each_gets(1e12, link=8e8), 100.0)
+    found = widths(StreamCount(NEAR, 1, cores=64), each_gets(1e12, link=8e8), 100.0)
     assert found == [1, 2] * 4 + [1]  # after 8, 16, 32 windows
 
 
 def test_streams_that_are_held_up_by_their_cores_are_no_more_than_those() -> None:
-    assert widths(Width(NEAR, 1, cores=2), each_gets(3e9), 20.0) == [1, 2]
-    assert widths(Width(NEAR, 1, cores=2), each_gets(6e8), 20.0) == [1, 2, 4, 8]
+    assert widths(StreamCount(NEAR, 1, cores=2), each_gets(3e9), 20.0) == [1, 2]
+    assert widths(StreamCount(NEAR, 1, cores=2), each_gets(6e8), 20.0) == [1, 2, 4, 8]
 
 
 def test_a_path_that_has_become_slow_gets_one_stream_again() -> None:
-    found = widths(Width(NEAR, 1, cores=64), lambda streams, now: streams * 6e8 if now < 10.0 else 1e8, 30.0)
+    found = widths(StreamCount(NEAR, 1, cores=64), lambda streams, now: streams * 6e8 if now < 10.0 else 1e8, 30.0)
     assert found == [1, 2, 4, 8, 1]
 
 
 def test_what_somebody_else_has_decided_is_measured_anew() -> None:
-    width = Width(NEAR, 1, cores=64)
+    width = StreamCount(NEAR, 1, cores=64)
     width.look(100.0, 0)
     width.look(101.0, int(6e8))
     assert width.streams == 2

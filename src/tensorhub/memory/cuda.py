@@ -27,7 +27,7 @@ import torch
 
 from ..protocol.errors import TransferError, TransportMissing, UsageError
 from ..transport.on_device import Landing, Opened, RingMemory, Shared
-from ..transport.rows import Parcels, Scatter
+from ..transport.rows import Batches, Scatter
 from ..transport.threads import beside_captures
 from ..transport.views import Addresses
 from . import cuda_device
@@ -251,14 +251,14 @@ class CudaStream(StagedStream):
                     made[at] = digest(views)
         return made
 
-    def land(self, source: Opened, parcels: Parcels, scatter: Scatter, *, digests: bool) -> Landing:
+    def land(self, source: Opened, batches: Batches, scatter: Scatter, *, digests: bool) -> Landing:
         from .cuda_sharing import OpenedCuda
 
         assert isinstance(source, OpenedCuda)
         ((name, mine),) = self._cuda.spans()
         try:
             return cuda_device.CudaLanding(
-                *(_index(name), self._cuda.spans, source.spans, mine, parcels, scatter), is_hashing=digests
+                *(_index(name), self._cuda.spans, source.spans, mine, batches, scatter), is_hashing=digests
             )
         except (NoRoom, ValueError) as error:
             raise TransportMissing(f"tiles of another layout cannot land on {name}: {error}", hint="use tcp") from error

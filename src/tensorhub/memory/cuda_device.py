@@ -29,7 +29,7 @@ import torch
 import xxhash
 
 from ..protocol.errors import TransferError
-from ..transport.rows import Parcels, Scatter
+from ..transport.rows import Batches, Scatter
 from ..transport.threads import beside_captures, scope
 from .landing import Landing, row_table
 from .xxh3 import LEAST_BYTES, THREADS, Chunks, NoRoom, Spans, digests
@@ -134,7 +134,7 @@ class CudaLanding(Landing):
         check: Callable[[], object],
         source: Spans,
         target: Spans,
-        parcels: Parcels,
+        batches: Batches,
         scatter: Scatter,
         *,
         is_hashing: bool,
@@ -144,11 +144,11 @@ class CudaLanding(Landing):
         self._check = check
         with _on(self._kernels):
             make = partial(CudaLauncher, self._kernels)
-            super().__init__(make, source, target, parcels, scatter, is_hashing=is_hashing)
+            super().__init__(make, source, target, batches, scatter, is_hashing=is_hashing)
 
-    def gather(self, parcels: range) -> None:
+    def gather(self, batches: range) -> None:
         with self._running():
-            super().gather(parcels)
+            super().gather(batches)
 
     def digests(self) -> bytes:
         with self._running():

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from ..protocol.errors import CorruptTransfer, InvariantViolation, LayoutMismatch, TensorHubError, UsageError
 from ..protocol.manifest import Manifest, decode_manifest
 from ..protocol.names import Digest
-from ..transport.base import ByteStream, Gate, Look, Progress, Terms
+from ..transport.base import ByteStream, Look, Progress, StopFlag, Terms
 from .digests import (
     ALGORITHM,
     NO_ALGORITHM,
@@ -71,7 +71,7 @@ class FillSink:
         self._is_settled = False
         self._hashing: dict[int, Hashing] = {}  # chunks on their way, each in one thread
         self._revoked: TensorHubError | None = None
-        self._gate = Gate()  # shut once it is revoked
+        self._stop_flag = StopFlag()  # set once it is revoked
         self._bytes_verified = self._bytes_unverified = self._bytes_rejected = 0
         self._lock = threading.Lock()
         self._telling = threading.Lock()  # callbacks, one at a time and in order
@@ -153,7 +153,7 @@ class FillSink:
         """What the manifest says of each chunk."""
         manifest = self.manifest
         digests = manifest.digests if self._verify == "full" else None
-        return Terms(digests, self.progress, (self._gate,))
+        return Terms(digests, self.progress, (self._stop_flag,))
 
     def told(self, size_bytes: int) -> None:
         """More has come, was judged as the terms say, and is marked. Raises `HostMemoryFull` if that was the last."""
@@ -269,7 +269,7 @@ class FillSink:
         """From now on `begin`, `accept` and `stored` raise `error`: the permission to read has ended."""
         with self._lock:
             self._revoked = self._revoked or error
-        self._gate.shut()
+        self._stop_flag.set()
 
     def _is_judged_in_place(self, chunk: int) -> bool:
         if self._in_place is None or self._verify != "full" or not 0 <= chunk < self.manifest.chunk_count:

@@ -1,11 +1,11 @@
 """Tiles of another layout on a device: they land in memory of bounded size, are judged there, and are put in place.
 
-A reader opens the source's memory, and goes through its parcels window by window. Each window is gathered from rows of
+A reader opens the source's memory, and goes through its batches window by window. Each window is gathered from rows of
 the source's stream, tile by tile, each tile in the order of its digest. Only tiles that are right go on to the
 registered tensors. Two windows are under way at a time, so that the host judges one while the device gathers the other.
 
 Rules:
-1. Tables for all parcels are made and uploaded once for a read. A window is a range of their rows.
+1. Tables for all batches are made and uploaded once for a read. A window is a range of their rows.
 2. Each tile lies at a multiple of 4 KiB of the landing memory, so that rows of aligned memory stay aligned.
 3. A tile that comes in another order (`Scatter.turns`) is copied once more, in its own order, and hashed there.
 4. The device hashes tiles of `LEAST_BYTES` and more. Shorter ones go to the host.
@@ -44,7 +44,7 @@ from ..reshard.copies import (
 )
 from ..reshard.grid import Ints, starts_of
 from ..transport.on_device import WINDOWS
-from ..transport.rows import Parcels, Scatter
+from ..transport.rows import Batches, Scatter
 from .xxh3 import (
     CHAIN_LANES,
     GROUP_BYTES,
@@ -71,13 +71,13 @@ _WORD = (1 << 64) - 1
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """Where each tile of a read lies in a landing memory that had room for all of them, and in which parcel it is."""
+    """Where each tile of a read lies in a landing memory that had room for all of them, and in which batch it is."""
 
-    tiles: Ints  # [tiles + 1] where each begins in the parcels' stream
+    tiles: Ints  # [tiles + 1] where each begins in the batches' stream
     at: Ints  # [tiles] where it comes to lie
     seen: Ints  # [tiles] where it is hashed: there, or in its own order behind
-    first_tile: Ints  # [parcels + 1]
-    parcel_at: Ints  # [parcels + 1]
+    first_tile: Ints  # [batches + 1]
+    batch_at: Ints  # [batches + 1]
 
     @classmethod
     def of(cls, scatter: Scatter) -> "Places":
@@ -89,17 +89,17 @@ class Places:
         return cls(tiles, starts[:-1], starts[:-1] + padded * is_turned, first_tile, starts[first_tile])
 
     def of_bytes(self, place: Ints) -> Ints:
-        """Where these bytes of the parcels' stream come to lie."""
+        """Where these bytes of the batches' stream come to lie."""
         tile = np.searchsorted(self.tiles, place, "right") - 1
         found: Ints = self.at[tile] + place - self.tiles[tile]
         return found
 
 
 class Moves:
-    """Rows to copy, in the order of parcels."""
+    """Rows to copy, in the order of batches."""
 
     def __init__(self, rows: Ints, first: Ints) -> None:
-        """`first` says for each parcel which row is its first, and behind the last parcel how many there are."""
+        """`first` says for each batch which row is its first, and behind the last batch how many there are."""
         self.first: list[int] = first.tolist()
         self.table = row_table(rows)
         self.address = 0  # once it is uploaded
@@ -118,7 +118,7 @@ class Share:
     _taken_bytes = 0
 
     def __init__(self, whole_bytes: int, largest_bytes: int) -> None:
-        """For a read of so many bytes in all, and in its largest parcel. May wait for `WAIT_S`."""
+        """For a read of so many bytes in all, and in its largest batch. May wait for `WAIT_S`."""
         group_bytes = WINDOWS * (GROUP_BYTES + SUMS_BYTES)
         wanted = min(MAX_BYTES // 2, whole_bytes // GROUP_BYTES * group_bytes)
         with self._changed:
@@ -157,9 +157,9 @@ class Shorts:
 
 @dataclass
 class _Window:
-    """Parcels under way."""
+    """Batches under way."""
 
-    parcels: range
+    batches: range
     lane: int
     base: int  # the address of the landing memory's first byte, if all of it were there
     device: Launcher  # for what this window alone needs
@@ -175,7 +175,7 @@ class Landing:
         make: Callable[[], Launcher],
         source: Spans,
         target: Spans,
-        parcels: Parcels,
+        batches: Batches,
         scatter: Scatter,
         *,
         is_hashing: bool,
@@ -184,8 +184,8 @@ class Landing:
         self._make = make
         self._is_hashing = is_hashing
         places = Places.of(scatter)
-        self._first_tile, self._parcel_at = places.first_tile.tolist(), places.parcel_at.tolist()
-        self._gathers = _gathers(places, parcels, source)
+        self._first_tile, self._batch_at = places.first_tile.tolist(), places.batch_at.tolist()
+        self._gathers = _gathers(places, batches, source)
         self._turns = _turns(places, scatter)
         self._scatters = _scatters(places, scatter, target)
         self._shorts = Shorts(places)
@@ -203,10 +203,10 @@ class Landing:
 
     def _memory(self) -> tuple[list[int], list[int]]:
         """Landing memory for each window, and room for sums."""
-        largest = max(b - a for a, b in pairwise(self._parcel_at))
+        largest = max(b - a for a, b in pairwise(self._batch_at))
         if largest > MAX_TILE_BYTES:
             raise NoRoom(f"no room for tiles of {largest} B to land in")
-        share = Share(self._parcel_at[-1], largest)
+        share = Share(self._batch_at[-1], largest)
         self._give_back = weakref.finalize(self, share.give_back)
         for self._window_bytes in (share.window_bytes, min(share.window_bytes, max(largest, LEAST_WINDOW_BYTES))):
             with suppress(NoRoom):
@@ -217,25 +217,25 @@ class Landing:
         raise NoRoom("the device has no memory left for tiles to land in")
 
     def reach(self, first: int) -> int:
-        """A window that begins with this parcel can have those up to which one."""
-        return bisect_right(self._parcel_at, self._parcel_at[first] + self._window_bytes) - 1
+        """A window that begins with this batch can have those up to which one."""
+        return bisect_right(self._batch_at, self._batch_at[first] + self._window_bytes) - 1
 
-    def gather(self, parcels: range) -> None:
+    def gather(self, batches: range) -> None:
         """Begin to bring these from the source, and to hash them. Two windows at most may be under way."""
         assert len(self._under_way) < WINDOWS, "a window would land on one that is not in place yet"
         lane = self._lane
         self._lane = (lane + 1) % WINDOWS
-        at = self._parcel_at[parcels.start]
-        window = _Window(parcels, lane, self._slots[lane] - at, self._make())
-        jobs = [self._move(self._gathers, parcels, target=window.base)]
-        jobs.append(self._move(self._turns, parcels, source=window.base, target=window.base))
+        at = self._batch_at[batches.start]
+        window = _Window(batches, lane, self._slots[lane] - at, self._make())
+        jobs = [self._move(self._gathers, batches, target=window.base)]
+        jobs.append(self._move(self._turns, batches, source=window.base, target=window.base))
         if self._is_hashing:
             jobs += self._hashing(window, at)
         self._launch(window, jobs)
         self._under_way.append(window)
 
     def _hashing(self, window: _Window, at: int) -> list[tuple[str, int, tuple[int, ...]]]:
-        first, last = (self._first_tile[parcel] for parcel in (window.parcels.start, window.parcels.stop))
+        first, last = (self._first_tile[batch] for batch in (window.batches.start, window.batches.stop))
         device, lane = window.device, window.lane
         window.found = device.room(16 * (last - first), lane=lane)
         segment = device.upload(array("Q", (at, self._slots[lane])), lane=lane)
@@ -257,7 +257,7 @@ class Landing:
         if not self._is_hashing:
             window.device.wait(window.lane)
             return b""
-        first, last = (self._first_tile[parcel] for parcel in (window.parcels.start, window.parcels.stop))
+        first, last = (self._first_tile[batch] for batch in (window.batches.start, window.batches.stop))
         halves = _ints(window.device.download(window.found, 2 * (last - first), lane=window.lane))
         found = halves.reshape(-1, 2)[:, ::-1].byteswap()  # the high half first, big-endian
         if window.shorts:
@@ -272,7 +272,7 @@ class Landing:
     def scatter(self) -> None:
         """Put the earliest window under way in place; its digests were right. Waits for it."""
         window = self._under_way[0]
-        self._launch(window, [self._move(self._scatters, window.parcels, source=window.base)])
+        self._launch(window, [self._move(self._scatters, window.batches, source=window.base)])
         window.device.wait(window.lane)
         self._under_way.popleft()
 
@@ -285,8 +285,8 @@ class Landing:
         self._give_back()
 
     @staticmethod
-    def _move(moves: Moves, parcels: range, *, source: int = 0, target: int = 0) -> tuple[str, int, tuple[int, ...]]:
-        return "move", 0, moves.job(moves.first[parcels.start], moves.first[parcels.stop], source, target)
+    def _move(moves: Moves, batches: range, *, source: int = 0, target: int = 0) -> tuple[str, int, tuple[int, ...]]:
+        return "move", 0, moves.job(moves.first[batches.start], moves.first[batches.stop], source, target)
 
     def _launch(self, window: _Window, jobs: list[tuple[str, int, tuple[int, ...]]]) -> None:
         words = array("Q")
@@ -312,13 +312,13 @@ def row_table(rows: Ints) -> "array[int]":
     return _words(table)
 
 
-def _gathers(places: Places, parcels: Parcels, source: Spans) -> Moves:
+def _gathers(places: Places, batches: Batches, source: Spans) -> Moves:
     """From the source to the landing memory."""
-    theirs = _ints(parcels.rows.words).reshape(-1, len(THEIRS))
+    theirs = _ints(batches.rows.words).reshape(-1, len(THEIRS))
     rows = _packed(len(theirs), THEIRS, theirs, TARGET)
-    rows[:, TARGET] = places.of_bytes(_ints(parcels.rows.starts)[:-1])
+    rows[:, TARGET] = places.of_bytes(_ints(batches.rows.starts)[:-1])
     _place(rows, THEIRS, source)
-    return Moves(rows, _ints(parcels.first_row))
+    return Moves(rows, _ints(batches.first_row))
 
 
 def _turns(places: Places, scatter: Scatter) -> Moves:
@@ -327,7 +327,7 @@ def _turns(places: Places, scatter: Scatter) -> Moves:
     tile = np.repeat(np.arange(len(places.at)), np.diff(first_turn))
     rows = _packed(len(turns), THEIRS, turns, TARGET)
     before = starts_of(_sizes(rows))
-    rows[:, SOURCE] = places.of_bytes(rows[:, SOURCE] + _parcel_starts(places, tile))
+    rows[:, SOURCE] = places.of_bytes(rows[:, SOURCE] + _batch_starts(places, tile))
     rows[:, TARGET] = places.seen[tile] + before[:-1] - before[first_turn[tile]]
     return Moves(rows, first_turn[places.first_tile])
 
@@ -343,15 +343,15 @@ def _scatters(places: Places, scatter: Scatter, target: Spans) -> Moves:
     of_kept = np.repeat(np.arange(len(first_keep) - 1), np.diff(first_keep))
     kept[:, SOURCE] = places.of_bytes(kept[:, SOURCE] + places.tiles[places.first_tile[of_kept]])
     bounds = places.tiles[places.first_tile]
-    parcel = np.concatenate([np.searchsorted(bounds, starts, "right") - 1, of_kept])
-    order = np.argsort(parcel, kind="stable")
+    batch = np.concatenate([np.searchsorted(bounds, starts, "right") - 1, of_kept])
+    order = np.argsort(batch, kind="stable")
     rows = np.concatenate([near, kept])[order]
     _place(rows, OURS, target)
-    return Moves(rows, np.searchsorted(parcel[order], np.arange(len(bounds))))
+    return Moves(rows, np.searchsorted(batch[order], np.arange(len(bounds))))
 
 
-def _parcel_starts(places: Places, tile: Ints) -> Ints:
-    """Where the parcel of each of these tiles begins in the parcels' stream."""
+def _batch_starts(places: Places, tile: Ints) -> Ints:
+    """Where the batch of each of these tiles begins in the batches' stream."""
     first: Ints = places.tiles[places.first_tile[np.searchsorted(places.first_tile, tile, "right") - 1]]
     return first
 

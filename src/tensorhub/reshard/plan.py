@@ -13,7 +13,7 @@ from ..memory.digests import NO_ALGORITHM
 from ..protocol.errors import CorruptTransfer, UsageError
 from ..protocol.manifest import TileManifest
 from ..transport.base import ByteStream
-from ..transport.rows import MAX_ROWS, Parcels, Rows, Scatter
+from ..transport.rows import MAX_ROWS, Batches, Rows, Scatter
 from .copies import (
     COUNT,
     COUNTS,
@@ -254,37 +254,37 @@ def _move(copies: Copies, side: int, memory: Memory, data: Bytes) -> None:
             carry_out(row, data, lent)
 
 
-# --- Part of a plan as a transport wants to hear it: what one source is asked for, in parcels, and where that
+# --- Part of a plan as a transport wants to hear it: what one source is asked for, in batches, and where that
 # belongs.
 #
 # Rules:
-# 1. A parcel is some fetches that follow each other in the plan, whole tiles, as many as fit `parcel_bytes`. A tile
+# 1. A batch is some fetches that follow each other in the plan, whole tiles, as many as fit `batch_bytes`. A tile
 # that
-#    is longer is a parcel of its own. Tiles that are kept in part are not put together with others.
+#    is longer is a batch of its own. Tiles that are kept in part are not put together with others.
 # 2. What a source is asked for are runs of its stream, joined where they follow each other there; where they belong is
 #    said apart from it, in runs of the reader's stream. Both go through a tile in its row-major order.
 # 3. Elements of a tensor that is stored transposed at one end come in the order of the source's memory (`turning`).
 # 4. An order has at most `MAX_ROWS` rows; what needs more is several orders.
 
 
-PARCEL_BYTES = 1 << 20  # what is read again when a source dies, of each stream; its header and seal cost 5 us
+BATCH_BYTES = 1 << 20  # what is read again when a source dies, of each stream; its header and seal cost 5 us
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Order:
     """What one source is asked for by one read."""
 
-    parcels: Parcels
+    batches: Batches
     scatter: Scatter
     fetches: Ints  # of the plan, in order: fetch n is tile n of the read
 
-    def tiles_of(self, parcel: int) -> range:
+    def tiles_of(self, batch: int) -> range:
         """Which of `fetches` it has."""
-        return range(self.scatter.first_tile[parcel], self.scatter.first_tile[parcel + 1])
+        return range(self.scatter.first_tile[batch], self.scatter.first_tile[batch + 1])
 
 
 def orders_of(
-    plan: Plan, source: int, source_bytes: int, stream: ByteStream, *, parcel_bytes: int = PARCEL_BYTES
+    plan: Plan, source: int, source_bytes: int, stream: ByteStream, *, batch_bytes: int = BATCH_BYTES
 ) -> Iterator[Order]:
     """All that a plan wants of one source, whose stream has so many bytes; `stream` is the reader's."""
     mine = np.flatnonzero(plan.source == source)
@@ -295,7 +295,7 @@ def orders_of(
     while at < len(mine):
         before = int(ends[at - 1]) if at else 0
         stop = max(at + 1, int(np.searchsorted(ends, before + MAX_ROWS, "right")))
-        yield _order(plan, mine[at:stop], source_bytes, stream, parcel_bytes)
+        yield _order(plan, mine[at:stop], source_bytes, stream, batch_bytes)
         at = stop
 
 
@@ -310,20 +310,20 @@ def _check_rows(plan: Plan, fetches: Ints, rows: Ints) -> None:
         )
 
 
-def _order(plan: Plan, fetches: Ints, source_bytes: int, stream: ByteStream, parcel_bytes: int) -> Order:
+def _order(plan: Plan, fetches: Ints, source_bytes: int, stream: ByteStream, batch_bytes: int) -> Order:
     sizes = plan.size_bytes[fetches]
     rows, of = _rows_of(plan.copies, fetches)
     is_turned = turned_tiles(rows, of, plan.is_direct[fetches])
     is_near = plan.is_direct[fetches] & ~is_turned  # straight to where it belongs
-    first_tile = _parcels(sizes, is_near, parcel_bytes)
+    first_tile = _batches(sizes, is_near, batch_bytes)
     tiles = starts_of(sizes)
     starts = starts_of(rows[:, RUN] * rows[:, COUNT] * rows[:, COUNTS])
     theirs, turn = turned(rows, is_turned[of])
     counts = np.add.reduceat(np.bincount(of, minlength=len(fetches)), first_tile[:-1])
-    parcels = Parcels.of(words(joined(theirs)), counts.tolist(), source_bytes)
+    batches = Batches.of(words(joined(theirs)), counts.tolist(), source_bytes)
     near = np.flatnonzero(is_near[of])
     ours = Rows.at(words(joined(rows[near][:, OURS])), words(np.append(starts[near], starts[-1])))
-    begins = tiles[first_tile[np.searchsorted(first_tile, np.arange(len(fetches)), "right") - 1]]  # each tile's parcel
+    begins = tiles[first_tile[np.searchsorted(first_tile, np.arange(len(fetches)), "right") - 1]]  # each tile's batch
     turn[:, 0] = starts[:-1] - begins[of]
     keeps, kept = _rows_of(plan.keeps, fetches)
     keeps[:, SOURCE] += (tiles[:-1] - begins)[kept]
@@ -344,7 +344,7 @@ def _order(plan: Plan, fetches: Ints, source_bytes: int, stream: ByteStream, par
         turns=words(joined(turn[seen])),
         first_turn=words(np.searchsorted(of[seen], np.arange(len(fetches) + 1))),
     )
-    return Order(parcels, scatter, fetches)
+    return Order(batches, scatter, fetches)
 
 
 def words(numbers: Ints) -> "array[int]":
@@ -366,8 +366,8 @@ def _rows_of(copies: Copies, fetches: Ints) -> tuple[Ints, Ints]:
     return copies.rows[np.repeat(first, counts) + ranks_of(counts)], of
 
 
-def _parcels(sizes: Ints, is_direct: npt.NDArray[np.bool_], most: int) -> Ints:
-    """The first fetch of each parcel, and behind the last one how many there are."""
+def _batches(sizes: Ints, is_direct: npt.NDArray[np.bool_], most: int) -> Ints:
+    """The first fetch of each batch, and behind the last one how many there are."""
     ends: list[int] = starts_of(sizes).tolist()  # bisect in lists is ten times as fast as numpy for one number
     changes = np.flatnonzero(is_direct[1:] != is_direct[:-1]) + 1
     limits: list[int] = [*changes.tolist(), len(sizes)]

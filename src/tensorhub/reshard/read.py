@@ -35,8 +35,8 @@ from ..protocol.manifest import (
 )
 from ..protocol.names import Digest
 from ..transport import views as gathered
-from ..transport.base import Gate, Look, Progress, Terms
-from ..transport.rows import ROW_WORDS, Parcels, RowStream
+from ..transport.base import Look, Progress, StopFlag, Terms
+from ..transport.rows import ROW_WORDS, Batches, RowStream
 from ..transport.views import is_bare
 from .copies import COLUMNS, TARGET, Bytes, Copies, carry_out, check_coverage
 from .derive import Source, derive_manifest
@@ -59,13 +59,13 @@ from .grid import (
     starts_of,
     tiles_of,
 )
-from .plan import PARCEL_BYTES, Order, Plan, orders_of, plan_reads
+from .plan import BATCH_BYTES, Order, Plan, orders_of, plan_reads
 from .wire import decode_table, grid_digest, layout_digest
 
 # --- One read from one source of a fill across layouts (`across`): a `Sink` that wants pieces.
 #
-# Where the mover is in use it judges and scatters by itself (`terms`). Elsewhere parcels come to `accept` as views of
-# the tensors, or of scratch memory where only parts of their tiles are kept. It must never: count a parcel of which a
+# Where the mover is in use it judges and scatters by itself (`terms`). Elsewhere batches come to `accept` as views of
+# the tensors, or of scratch memory where only parts of their tiles are kept. It must never: count a batch of which a
 # tile is not as the reader's manifest has it.
 
 
@@ -75,19 +75,19 @@ class Fill(Protocol):
     registration: Registration
     manifest: TileManifest
     is_checking: bool
-    gate: Gate
+    stop_flag: StopFlag
 
     def check(self) -> None: ...
 
     def settle(self) -> None: ...
 
-    def mark(self, progress: Progress, parcels: Sequence[int]) -> None: ...
+    def mark(self, progress: Progress, batches: Sequence[int]) -> None: ...
 
     def filled(self, tiles: Ints) -> None: ...
 
 
 class Leg:
-    """One read from one source. Its chunks are parcels of tiles."""
+    """One read from one source. Its chunks are batches of tiles."""
 
     is_cross_site = False
 
@@ -101,18 +101,18 @@ class Leg:
         self._root = source.manifest.root()
         self._plan = plan
         self._order = order
-        self._progress = Progress(len(order.parcels))
-        self._accepted = bytearray(len(order.parcels))
+        self._progress = Progress(len(order.batches))
+        self._accepted = bytearray(len(order.batches))
         slots = plan.tiles.slot[plan.tile[order.fetches]]
         known = np.frombuffer(fill.manifest.digests, f"V{DIGEST_BYTES}") if fill.is_checking else None
         self._digests = known[slots].tobytes() if known is not None else None
         self._rows = RowStream(order.scatter.stream, order.scatter.ours)
-        self._scratch: dict[int, bytearray] = {}  # of parcels on their way that are kept in part
+        self._scratch: dict[int, bytearray] = {}  # of batches on their way that are kept in part
         by_fetch = np.argsort(plan.fetch_of, kind="stable")
         self._filled = mine[by_fetch]  # by each fetch
         self._ends = np.searchsorted(plan.fetch_of[by_fetch], np.stack([order.fetches, order.fetches + 1]))
         self._first_tile = np.array(order.scatter.first_tile, np.int64)
-        self._open = list(range(len(order.parcels)))  # not noted yet
+        self._open = list(range(len(order.batches)))  # not noted yet
         self._noting = threading.Lock()
 
     # -- what the fill asks --------------------------------------------------------------------------------------------
@@ -122,8 +122,8 @@ class Leg:
         with self._noting:
             done: list[int] = []
             came, self._open = self._open, []
-            for parcel in came:  # each is looked at once: more may be marked meanwhile
-                (done if self._progress.has(parcel) else self._open).append(parcel)
+            for batch in came:  # each is looked at once: more may be marked meanwhile
+                (done if self._progress.has(batch) else self._open).append(batch)
             if not done:
                 return
             self._fill.filled(self._tiles(done))
@@ -134,16 +134,16 @@ class Leg:
             rest, self._open = self._open, []
             return self._tiles(rest)
 
-    def _tiles(self, parcels: Sequence[int]) -> Ints:
-        first, last = self._ends[:, ranges_of(self._first_tile[:-1], self._first_tile[1:], ints(parcels))]
+    def _tiles(self, batches: Sequence[int]) -> Ints:
+        first, last = self._ends[:, ranges_of(self._first_tile[:-1], self._first_tile[1:], ints(batches))]
         found: Ints = self._filled[ranges_of(first, last)]
         return found
 
     # -- what a transport asks -----------------------------------------------------------------------------------------
 
     @property
-    def parcels(self) -> Parcels:
-        return self._order.parcels
+    def batches(self) -> Batches:
+        return self._order.batches
 
     @property
     def is_checking(self) -> bool:
@@ -155,20 +155,20 @@ class Leg:
 
     @property
     def size_bytes(self) -> int:
-        return self.parcels.size_bytes
+        return self.batches.size_bytes
 
     @property
     def chunk_bytes(self) -> int:
-        return max(1, self.parcels.most_bytes)
+        return max(1, self.batches.most_bytes)
 
     def begin(self, manifest: bytes) -> Sequence[int]:
-        """All parcels. `CorruptTransfer` if this is another content than the plan was made for."""
+        """All batches. `CorruptTransfer` if this is another content than the plan was made for."""
         self._fill.check()
         check_cut(manifest, self._root)  # its layout is known: nothing is unpacked
         return self._open
 
     def terms(self) -> Terms | None:
-        return Terms(self._digests, self._progress, (self._fill.gate,), scatter=self._order.scatter)
+        return Terms(self._digests, self._progress, (self._fill.stop_flag,), scatter=self._order.scatter)
 
     def told(self, size_bytes: int) -> None:
         self.note()
@@ -191,20 +191,20 @@ class Leg:
 
     @contextmanager
     def writing(self, start: int, stop: int) -> Iterator[Sequence[memoryview]]:
-        """Where a parcel belongs; or scratch memory."""
-        parcel = int(np.searchsorted(self.parcels.bounds, start, "right")) - 1
-        if self._order.scatter.is_kept[parcel]:
-            self._scratch[parcel] = bytearray(stop - start)
-            yield [memoryview(self._scratch[parcel])]
+        """Where a batch belongs; or scratch memory."""
+        batch = int(np.searchsorted(self.batches.bounds, start, "right")) - 1
+        if self._order.scatter.is_kept[batch]:
+            self._scratch[batch] = bytearray(stop - start)
+            yield [memoryview(self._scratch[batch])]
             return
         with self._rows.writing(start, stop) as views:
             yield views
 
     def accept(self, chunk: int, views: Sequence[memoryview]) -> None:
-        tiles, start = self._order.scatter.tiles, self.parcels.bounds[chunk]
+        tiles, start = self._order.scatter.tiles, self.batches.bounds[chunk]
         data = memoryview(b"".join(views))
-        if len(data) != self.parcels.bounds[chunk + 1] - start:
-            raise CorruptTransfer(f"a parcel from {self.source.name} came with {len(data)} B")
+        if len(data) != self.batches.bounds[chunk + 1] - start:
+            raise CorruptTransfer(f"a batch from {self.source.name} came with {len(data)} B")
         for tile in self._order.tiles_of(chunk) if self._digests is not None else ():
             found = xxhash.xxh3_128_digest(
                 self._turned(tile, data) or data[tiles[tile] - start : tiles[tile + 1] - start]
@@ -216,14 +216,14 @@ class Leg:
 
     def stored(self, chunk: int) -> None:
         if not self._accepted[chunk]:
-            raise InvariantViolation(f"parcel {chunk} was called stored but had not been accepted")
+            raise InvariantViolation(f"batch {chunk} was called stored but had not been accepted")
         if self._order.scatter.is_kept[chunk]:
             self._keep(chunk, np.frombuffer(self._scratch.pop(chunk), np.uint8))
         self._fill.mark(self._progress, (chunk,))
         self.note()
 
-    def count(self, parcels: range) -> None:
-        self._fill.mark(self._progress, parcels)
+    def count(self, batches: range) -> None:
+        self._fill.mark(self._progress, batches)
 
     def wrong_tile(self, tile: int) -> CorruptTransfer:
         name = self._plan.tiles.text(int(self._plan.tile[self._order.fetches[tile]]))
@@ -244,10 +244,10 @@ class Leg:
         assert self._digests is not None, "nothing is checked"
         return self._digests[DIGEST_BYTES * tile : DIGEST_BYTES * (tile + 1)]
 
-    def _keep(self, parcel: int, data: Bytes) -> None:
+    def _keep(self, batch: int, data: Bytes) -> None:
         """Put parts of it where they belong: row by row, for each lies in one tensor."""
         scatter = self._order.scatter
-        first, last = scatter.first_keep[parcel], scatter.first_keep[parcel + 1]
+        first, last = scatter.first_keep[batch], scatter.first_keep[batch + 1]
         keeps = np.array(scatter.keeps[COLUMNS * first : COLUMNS * last], np.int64).reshape(-1, COLUMNS)
         for row in keeps:
             copies = Copies(row[None].copy(), EMPTY)
@@ -303,7 +303,7 @@ class Across:
         *,
         verify: Verify = "full",
         on_stored: Callable[[int], None] | None = None,
-        parcel_bytes: int = PARCEL_BYTES,
+        batch_bytes: int = BATCH_BYTES,
         chunk_bytes: int | None = None,
     ) -> None:
         """`on_stored` is told the prefix of chunks, one call at a time, in a transport's thread.
@@ -320,8 +320,8 @@ class Across:
         self.tiles = tiles
         self.manifest = manifest
         self.is_checking = verify == "full"
-        self.gate = Gate()  # shut once it is revoked
-        self._parcel_bytes = parcel_bytes
+        self.stop_flag = StopFlag()  # set once it is revoked
+        self._batch_bytes = batch_bytes
         self._spread = _by_chunks(tiles) if chunk_bytes is None else _by_stream(tiles, chunk_bytes)
         self.progress = Progress(self._spread.count)
         self._left = np.bincount(self._spread.chunk, minlength=self._spread.count)  # tiles of each chunk
@@ -366,7 +366,7 @@ class Across:
     def _planned(self, mine: Ints, sources: Sequence[Source]) -> _Planned:
         """How these tiles come, and what each source is asked for."""
         layouts = tuple(source.manifest.layout for source in sources if source.manifest is not None)
-        key = (self.manifest.layout, self.manifest.grid, layouts, self._parcel_bytes)
+        key = (self.manifest.layout, self.manifest.grid, layouts, self._batch_bytes)
         is_whole = len(mine) == len(self.tiles)
         with _planning:
             known = _plans.get(self.registration)
@@ -378,7 +378,7 @@ class Across:
             [
                 (number, order)
                 for number, source in enumerate(sources)
-                for order in orders_of(plan, number, source.table.size_bytes, stream, parcel_bytes=self._parcel_bytes)
+                for order in orders_of(plan, number, source.table.size_bytes, stream, batch_bytes=self._batch_bytes)
             ],
         )
         if is_whole:
@@ -408,11 +408,11 @@ class Across:
             if done and self._on_stored is not None:
                 self._on_stored(self.progress.prefix)
 
-    def mark(self, progress: Progress, parcels: Sequence[int]) -> None:
-        """These parcels of a leg count, unless the fill was revoked."""
+    def mark(self, progress: Progress, batches: Sequence[int]) -> None:
+        """These batches of a leg count, unless the fill was revoked."""
         with self._lock:
             self.check()
-            progress.mark_all(parcels)
+            progress.mark_all(batches)
 
     def settle(self) -> None:
         """Before the first byte: nothing that was launched earlier may still read or write these tensors."""
@@ -425,7 +425,7 @@ class Across:
         """From now on nothing is taken: the permission to read has ended."""
         with self._lock:
             self._revoked = self._revoked or error
-        self.gate.shut()
+        self.stop_flag.set()
 
     def check(self) -> None:
         """Raises once it is revoked."""
@@ -472,7 +472,7 @@ def _by_stream(tiles: Tiles, chunk_bytes: int) -> _Spread:
 #     read        manifests of sources ──▶ version_from: the reader's own manifest, before a byte moves
 #
 # It has the same questions as a plain `Manifest`, so that exports, host copies and the machine need not know which it
-# is. Readers of it get tiles (`parcels`), readers of the same layout too; what is served is counted by chunks of
+# is. Readers of it get tiles (`batches`), readers of the same layout too; what is served is counted by chunks of
 # equal length of the stream, as of every export.
 #
 # Never: take digests from a source whose root is not the one that the server named.

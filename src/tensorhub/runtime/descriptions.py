@@ -26,7 +26,7 @@ from ..protocol.names import Digest, is_tiled
 from ..protocol.status import DescribedView, LayoutView, TensorView
 from ..reshard.read import tied, whole_layout
 from ..transport.base import ByteStream, Sink
-from ..transport.rows import Parcels
+from ..transport.rows import Batches
 from ..transport.tcp.reader import TcpRead
 from ..transport.tcp.settings import TcpSettings
 from .config import Options
@@ -186,14 +186,14 @@ class _TilesSink(_ManifestSink):
 
     def __init__(self, endpoint: str, root: str) -> None:
         super().__init__(endpoint, root)
-        self.parcels = Parcels.of(array("q"), [], 0)
+        self.batches = Batches.of(array("q"), [], 0)
 
     def begin(self, manifest: bytes) -> Sequence[int]:
         from ..reshard.exported import decode_cut  # with numpy, which nothing else here needs
 
         found = decode_cut(manifest, Digest(self._root))
         self.metadata = found.manifest.metadata
-        self.parcels = replace(self.parcels, source_bytes=found.table.size_bytes)
+        self.batches = replace(self.batches, source_bytes=found.table.size_bytes)
         return ()
 
     def wrong_tile(self, tile: int) -> TensorHubError:

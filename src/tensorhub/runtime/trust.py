@@ -13,14 +13,14 @@ from ..protocol.errors import InvariantViolation, SessionLost, TensorHubError
 from ..protocol.manifest import Manifest
 from ..protocol.messages import Grant
 from ..reshard.read import Leg, Offer
-from ..transport.base import ByteStream, Gate, Look, Terms, Until
-from ..transport.rows import Parcels
+from ..transport.base import ByteStream, Look, StopFlag, Terms, Until
+from ..transport.rows import Batches
 from ..transport.sealed import Shared
 
 # --- A read counts only while its reader may trust it: inside its own lease, and until it was told to stop.
 #
-# `TrustedSink` stands between a transport and a fill and asks the gate before and after a chunk is judged, and again
-# before it is counted. It must never: prolong anything by itself.
+# `TrustedSink` stands between a transport and a fill and asks the stop flag before and after a chunk is judged, and
+# again before it is counted. It must never: prolong anything by itself.
 
 
 class Lease:
@@ -65,17 +65,17 @@ class TrustedSink:
         self.is_only_opened = is_only_opened or shares
         self.shares = shares
         self.shared: tuple[Shared, int] | None = None  # the memory, and where in it the bytes begin
-        self.stop_gate = Gate()
+        self.stop_flag = StopFlag()
         self.is_touched = False
         self._fill = fill
         self._lease = lease
         self._on_touch = on_touch
-        self._gate = threading.Lock()
+        self._lock = threading.Lock()
 
     @property
     def is_stopped(self) -> bool:
         """Nothing counts any more."""
-        return self.stop_gate.is_shut
+        return self.stop_flag.is_set
 
     @property
     def stream(self) -> ByteStream:
@@ -106,7 +106,7 @@ class TrustedSink:
     def touch(self) -> None:
         self._check()
         if not self.is_touched:
-            with self._gate:
+            with self._lock:
                 self._check()
                 is_first, self.is_touched = not self.is_touched, True
                 self._lease.is_touched |= is_first
@@ -116,8 +116,8 @@ class TrustedSink:
 
     def bar(self) -> bool:
         """Let nothing be written any more unless something was before. Returns whether it was; final either way."""
-        with self._gate:
-            self.stop_gate.shut()
+        with self._lock:
+            self.stop_flag.set()
             return self.is_touched
 
     def terms(self) -> Terms | None:
@@ -125,7 +125,7 @@ class TrustedSink:
         terms = self._fill.terms()
         if terms is None or self._lease.clock is not time.monotonic:
             return None
-        return replace(terms, gates=(*terms.gates, self.stop_gate), until=self._lease.end)
+        return replace(terms, stop_flags=(*terms.stop_flags, self.stop_flag), until=self._lease.end)
 
     def told(self, size_bytes: int) -> None:
         self._fill.told(size_bytes)
@@ -164,10 +164,10 @@ class TrustedSink:
 # --- The sinks of a read of tiles: one that only looks at what a source is, and one for each leg that brings bytes.
 #
 # A read of several sources writes the memory as one: `Touch` knows whether any of them may have written, and lets all
-# of them write nothing more. Each part has a gate of its own besides. It must never: prolong anything by itself.
+# of them write nothing more. Each part has a stop flag of its own besides. It must never: prolong anything by itself.
 
 
-NOTHING = Parcels.of(array("q"), [], 0)
+NOTHING = Batches.of(array("q"), [], 0)
 
 
 class Touch:
@@ -175,7 +175,7 @@ class Touch:
 
     def __init__(self, lease: Lease, on_touch: Callable[[], None]) -> None:
         """`on_touch` is called once, in a transport's thread, before the first byte is written."""
-        self.gate = Gate()
+        self.stop_flag = StopFlag()
         self.lease = lease
         self.is_touched = False
         self._on_touch = on_touch
@@ -195,7 +195,7 @@ class Touch:
     def bar(self) -> bool:
         """Let nothing count any more. Returns whether anything may have been written; if not, it never will be."""
         with self._lock:
-            self.gate.shut()
+            self.stop_flag.set()
             return self.is_touched
 
     def let_go(self) -> None:
@@ -212,17 +212,17 @@ class Trusted:
 
     def __init__(self, touch: Touch, *, is_cross_site: bool) -> None:
         self.is_cross_site = is_cross_site
-        self.stop_gate = Gate()
+        self.stop_flag = StopFlag()
         self._touch = touch
 
     @property
     def is_stopped(self) -> bool:
         """Nothing of it counts any more."""
-        return self.stop_gate.is_shut or self._touch.gate.is_shut
+        return self.stop_flag.is_set or self._touch.stop_flag.is_set
 
     def stop(self) -> None:
         """This part only."""
-        self.stop_gate.shut()
+        self.stop_flag.set()
 
     def check(self) -> None:
         """`SessionLost` says that no source is to blame."""
@@ -243,20 +243,20 @@ class Looking(Trusted):
         super().__init__(touch, is_cross_site=grant.is_cross_site)
         self.offer: Offer | None = None
         self._grant = grant
-        self._parcels = NOTHING
+        self._batches = NOTHING
 
     @property
     def stream(self) -> ByteStream:
         return self
 
     @property
-    def parcels(self) -> Parcels:
-        return self._parcels
+    def batches(self) -> Batches:
+        return self._batches
 
     def begin(self, manifest: bytes) -> Sequence[int]:
         self.check()
         offer = Offer(str(self._grant.source), self._grant.root, bytes(manifest))
-        self._parcels = replace(NOTHING, source_bytes=offer.cut.table.size_bytes)
+        self._batches = replace(NOTHING, source_bytes=offer.cut.table.size_bytes)
         self.offer = offer
         return ()
 
@@ -290,8 +290,8 @@ class TrustedLeg(Trusted):
         self.leg = leg
 
     @property
-    def parcels(self) -> Parcels:
-        return self.leg.parcels
+    def batches(self) -> Batches:
+        return self.leg.batches
 
     @property
     def is_checking(self) -> bool:
@@ -319,8 +319,8 @@ class TrustedLeg(Trusted):
         terms = self.leg.terms()
         if terms is None or self._touch.lease.clock is not time.monotonic:
             return None
-        gates = (*terms.gates, self._touch.gate, self.stop_gate)
-        return replace(terms, gates=gates, until=self._touch.lease.end)
+        stop_flags = (*terms.stop_flags, self._touch.stop_flag, self.stop_flag)
+        return replace(terms, stop_flags=stop_flags, until=self._touch.lease.end)
 
     def told(self, size_bytes: int) -> None:
         self.leg.told(size_bytes)
@@ -341,9 +341,9 @@ class TrustedLeg(Trusted):
         self.check()
         self.leg.stored(chunk)
 
-    def count(self, parcels: range) -> None:
+    def count(self, batches: range) -> None:
         self.check()
-        self.leg.count(parcels)
+        self.leg.count(batches)
 
     def wrong_tile(self, tile: int) -> TensorHubError:
         return self.leg.wrong_tile(tile)

@@ -43,7 +43,7 @@ class AnnouncingServer(TcpServer):
         return end
 
     def announce(self, wire: Wire, start: int, stop: int) -> None:
-        """Say that chunks, or parcels, [start, stop) are there."""
+        """Say that chunks, or batches, [start, stop) are there."""
         wire.send_frame(READY, start, [COUNT.pack(stop - start)])
 
     def heard(self, wire: Wire, served: Served, number: int) -> None:
@@ -65,7 +65,7 @@ class AnnouncedStream(Stream):
         self._ready = range(0)  # announced, and not yet begun
         self._read_bytes = self._told_bytes = 0
         self.size_bytes = 0  # of the source's stream
-        self._end: Exception | None = None  # the source has said farewell after what it announced last
+        self._end: Exception | None = None  # the source has ended the export after what it announced last
 
     def greet(self, *, wants_manifest: bool) -> Welcome:
         welcome = super().greet(wants_manifest=wants_manifest)
@@ -121,7 +121,7 @@ class AnnouncedStream(Stream):
             with suppress(Vanished):  # what it said last can still be read
                 self.ask(())
 
-    def farewell(self) -> Exception:
+    def why_ended(self) -> Exception:
         """What ended the export, as the source says it, or else that it is gone."""
         while True:
             kind, length, _ = self.wire.receive_header()

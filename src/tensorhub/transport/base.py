@@ -15,27 +15,24 @@ if TYPE_CHECKING:
     from .rows import Scatter
 
 
-# --- Words that tell threads to count nothing any more, whether they run Python or not.
-#
-# A thread looks at its gates before it lets a chunk count. The mover's threads have no interpreter to ask, so a gate
-# is a word of memory that both know.
+# --- Stop flags for Python and native threads: a thread looks at its flags before it lets a chunk count.
 
 
-class Gate:
-    """Open at first; shut once, for good."""
+class StopFlag:
+    """Clear at first; set once, for good."""
 
     def __init__(self) -> None:
-        self.state = shapes.Gate()
+        self.state = shapes.StopFlag()
 
     @property
-    def is_shut(self) -> bool:
-        return bool(self.state.is_shut)
+    def is_set(self) -> bool:
+        return bool(self.state.is_set)
 
-    def shut(self) -> None:
-        """When this returns, no thread of the mover is between looking at the gate and counting a chunk."""
+    def set(self) -> None:
+        """When this returns, no thread of the mover is between looking at the flag and counting a chunk."""
         library = load.library()
         if library is None:
-            self.state.is_shut = 1
+            self.state.is_set = 1
             return
         library.swap(self.address, 0, 1)
         while self.state.inside:  # for less than a microsecond, unless that thread does not get a core
@@ -215,7 +212,7 @@ class Progress:
 #    least every `silence_s / 4`.
 # 4. Whatever a peer sends, nothing but its own connection suffers.
 #
-# A sink that is `Piecewise` (`parcels`) reads parts of what is exported: what is said of chunks holds for its parcels.
+# A sink that is `Piecewise` (`batches`) reads parts of what is exported: what is said of chunks holds for its batches.
 
 
 MAX_MANIFEST_BYTES = 64 << 20  # 4 million chunks of 16 B: 16 TiB in chunks of 4 MiB
@@ -312,9 +309,9 @@ class Terms:
 
     digests: bytes | None  # xxh3-128 of every chunk, one after another; None: bytes are taken unchecked
     progress: Progress  # marked with every chunk that counts
-    gates: tuple[Gate, ...]  # while all are open, chunks count
+    stop_flags: tuple[StopFlag, ...]  # while none is set, chunks count
     until: Until | None = None  # and not from this moment on
-    scatter: "Scatter | None" = None  # of a read of pieces: `digests` are of its tiles, `progress` of its parcels
+    scatter: "Scatter | None" = None  # of a read of pieces: `digests` are of its tiles, `progress` of its batches
 
 
 @runtime_checkable

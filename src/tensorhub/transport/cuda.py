@@ -695,9 +695,9 @@ class CudaStream(AnnouncedStream):
         try:
             is_sealed = self._its.process.has(*self._seal)
         except Lost as error:
-            raise self.farewell() from error
+            raise self.why_ended() from error
         if not is_sealed:
-            raise self.farewell()
+            raise self.why_ended()
 
     def mover_for(self, wanted: Sequence[int], streams: int) -> None:
         """The device moves the bytes."""
@@ -708,10 +708,10 @@ class CudaStream(AnnouncedStream):
             rest = self._rest if self._its.peers.settings.device_share < 1 else None
             read_pieces(self, self._source, self._check_seal, rest)
             return
-        wanted = self.job.claims.take(1 << 62)
+        wanted = self.job.queue.take(1 << 62)
         for first in range(0, len(wanted), ASK_CHUNKS):
             asked = wanted[first : first + ASK_CHUNKS]
-            with contextlib.suppress(Vanished):  # it may have said farewell: what it said can still be read
+            with contextlib.suppress(Vanished):  # what the source said last can still be read
                 self.ask(asked)
             done = 0
             while done < len(asked) and not self.job.is_over:

@@ -1,6 +1,6 @@
-"""A read of pieces from device to device: parcels land in memory of bounded size, and go on once they are right.
+"""A read of pieces from device to device: batches land in memory of bounded size, and go on once they are right.
 
-Like `local_pieces`, for a reader that has opened the source's device memory. The device gathers a window of parcels
+Like `local_pieces`, for a reader that has opened the source's device memory. The device gathers a window of batches
 from rows of that memory, and hashes each tile. The window counts only if the source's seal was seen after that. Then
 the digests are compared, and the device puts the tiles in place. So no byte of a wrong tile is in a registered tensor.
 
@@ -20,7 +20,7 @@ from .on_device import WINDOWS, Landing, OnDevice, Opened, on_device
 from .rows import Counting, Piecewise, Scatter
 from .tcp.wire import Vanished
 
-ASK_PARCELS = 1 << 14  # at once
+ASK_BATCHES = 1 << 14  # at once
 TELL_EVERY_S = 0.05  # a sink looks at all that is missing when it is told
 
 
@@ -43,7 +43,7 @@ def read_pieces(
     With `rest` one window is under way at a time, and it is called after each, with the seconds that this one took.
     """
     job = stream.job
-    wanted = job.claims.take(1 << 62)
+    wanted = job.queue.take(1 << 62)
     if not wanted:
         return
     target, sink = target_of(job.sink), job.sink
@@ -52,12 +52,12 @@ def read_pieces(
     terms = sink.terms()
     assert terms is not None
     assert terms.scatter is not None
-    assert job.parcels is not None
-    landing = target.land(source, job.parcels, terms.scatter, digests=terms.digests is not None)
+    assert job.batches is not None
+    landing = target.land(source, job.batches, terms.scatter, digests=terms.digests is not None)
     try:
         reading = _Reading(stream, sink, landing, terms, terms.scatter, check_seal, rest)
-        for first in range(0, len(wanted), ASK_PARCELS):
-            reading.bring(wanted[first : first + ASK_PARCELS])
+        for first in range(0, len(wanted), ASK_BATCHES):
+            reading.bring(wanted[first : first + ASK_BATCHES])
     finally:
         landing.close()
 
@@ -87,9 +87,9 @@ class _Reading:
         self._news_bytes, self._told_at = 0, time.monotonic()
 
     def bring(self, asked: Sequence[int]) -> None:
-        """Ask for these parcels, and bring them in windows of what is there."""
+        """Ask for these batches, and bring them in windows of what is there."""
         stream, at = self._stream, 0
-        with suppress(Vanished):  # it may have said farewell: what it said can still be read
+        with suppress(Vanished):  # what the source said last can still be read
             stream.ask(asked)
         while (at < len(asked) or self._under_way) and not stream.job.is_over:
             is_room = at < len(asked) and len(self._under_way) < self._most
@@ -102,7 +102,7 @@ class _Reading:
                 self._finish(is_last=at == len(asked) and len(self._under_way) == 1)
 
     def _begin(self, asked: Sequence[int], at: int) -> int:
-        """The next window: parcels that follow each other, are there and have room. Returns how many."""
+        """The next window: batches that follow each other, are there and have room. Returns how many."""
         first, count = asked[at], 1
         most = min(self._landing.reach(first) - first, len(asked) - at)
         while count < most and asked[at + count] == first + count:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from .base import ByteStream
-from .rows import Parcels, Scatter
+from .rows import Batches, Scatter
 
 WINDOWS = 2  # of a landing that are under way at a time: the device gathers one while the host judges the other
 
@@ -46,17 +46,17 @@ class RingMemory(Protocol):
 
 
 class Landing(Protocol):
-    """Device memory of bounded size, where parcels of another layout land before they go to their places.
+    """Device memory of bounded size, where batches of another layout land before they go to their places.
 
-    At most `WINDOWS` windows of parcels are under way. One thread uses it. All methods raise `TransferError`.
+    At most `WINDOWS` windows of batches are under way. One thread uses it. All methods raise `TransferError`.
     """
 
     def reach(self, first: int) -> int:
-        """The parcel behind the last one of the largest window that begins with this one."""
+        """The batch behind the last one of the largest window that begins with this one."""
         ...
 
-    def gather(self, parcels: range) -> None:
-        """Begin to bring these parcels from the source. Returns at once."""
+    def gather(self, batches: range) -> None:
+        """Begin to bring these batches from the source. Returns at once."""
         ...
 
     def digests(self) -> bytes:
@@ -120,8 +120,8 @@ class OnDevice(Protocol):
         """
         ...
 
-    def land(self, source: Opened, parcels: Parcels, scatter: Scatter, *, digests: bool) -> Landing:
-        """For parcels that belong here. Raises `TransportMissing` where they cannot come this way, `TransferError`."""
+    def land(self, source: Opened, batches: Batches, scatter: Scatter, *, digests: bool) -> Landing:
+        """For batches that belong here. Raises `TransportMissing` where they cannot come this way, `TransferError`."""
         ...
 
 

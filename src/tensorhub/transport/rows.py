@@ -1,4 +1,4 @@
-"""Rows of a stream, and the parcels in which a reader of another layout asks for them."""
+"""Rows of a stream, and the batches in which a reader of another layout asks for them."""
 
 import ctypes
 import sys
@@ -25,7 +25,7 @@ from .views import Addresses, bare_addresses, gather, is_bare, scatter
 #         RUN bytes from PLACE + i * STRIDES + j * STRIDE on
 #
 # Rows make a stream of their own: their runs' bytes in that order. Both ends of a read of pieces speak of that
-# stream: it is cut into parcels as another stream is cut into chunks, and lies in rows of the source's stream, and in
+# stream: it is cut into batches as another stream is cut into chunks, and lies in rows of the source's stream, and in
 # other rows of the reader's. Numbers that come from a peer are looked at, every one of them, before anything is done
 # with them.
 #
@@ -35,7 +35,7 @@ from .views import Addresses, bare_addresses, gather, is_bare, scatter
 PLACE, RUN, COUNT, STRIDE, COUNTS, STRIDES = range(6)
 ROW_WORDS = 6
 ROW_BYTES = 8 * ROW_WORDS
-MAX_PARCEL_BYTES = shapes.MAX_PARCEL_BYTES
+MAX_BATCH_BYTES = shapes.MAX_BATCH_BYTES
 
 Block = Callable[[int, int], AbstractContextManager[Sequence[memoryview]]]
 
@@ -84,7 +84,7 @@ class Rows:
         for at in range(count):
             row = words[ROW_WORDS * at : ROW_WORDS * (at + 1)]
             reach, size = _reach(row), row[RUN] * row[COUNT] * row[COUNTS]
-            if not 0 < size <= MAX_PARCEL_BYTES or row[PLACE] + reach > size_bytes:
+            if not 0 < size <= MAX_BATCH_BYTES or row[PLACE] + reach > size_bytes:
                 raise _why(at, row, size_bytes)
             starts[at + 1] = starts[at] + size
             needs[2 * at], needs[2 * at + 1] = row[PLACE] // chunk_bytes, (row[PLACE] + reach - 1) // chunk_bytes
@@ -129,8 +129,8 @@ def _why(at: int, row: Sequence[int], size_bytes: int) -> BadRow:
     size = row[RUN] * row[COUNT] * row[COUNTS]
     if not size:
         return BadRow(f"row {at} has no bytes")
-    if size > MAX_PARCEL_BYTES:
-        return BadRow(f"row {at} has {size} B, where {MAX_PARCEL_BYTES} B are the limit")
+    if size > MAX_BATCH_BYTES:
+        return BadRow(f"row {at} has {size} B, where {MAX_BATCH_BYTES} B are the limit")
     return BadRow(f"row {at} has bytes {row[PLACE]} to {row[PLACE] + _reach(row)} of a stream of {size_bytes} B")
 
 
@@ -270,22 +270,22 @@ def starts_of(sizes: Sequence[int]) -> "array[int]":
     return array("Q", accumulate(sizes, initial=0))
 
 
-# --- What a reader wants of one source, where it does not want all: tiles of another layout, in parcels.
+# --- What a reader wants of one source, where it does not want all: tiles of another layout, in batches.
 #
 # A reader whose boxes are not the source's wants tiles, of which each lies in rows of the source's stream (`rows`). It
-# puts a few whole tiles into a *parcel*, which is to such a read what a chunk is to another one: asked for, sent,
-# judged and counted by its number. A tile has a digest of its own, so that a parcel is judged whatever it was put
+# puts a few whole tiles into a *batch*, which is to such a read what a chunk is to another one: asked for, sent,
+# judged and counted by its number. A tile has a digest of its own, so that a batch is judged whatever it was put
 # together of.
 #
-#     reader  PIECES    once on each connection, after the greetings and the manifest: its parcels
+#     reader  PIECES    once on each connection, after the greetings and the manifest: its batches
 #     source  WAITING   it has taken them in; or GONE, where there is no room
-#     reader  WANT      parcels, by number
-#     source  CHUNK     a parcel's bytes; LENT, WAITING, GONE as ever
-#     source  READY     where the reader fetches bytes itself, unless it wants that parcel sent
+#     reader  WANT      batches, by number
+#     source  CHUNK     a batch's bytes; LENT, WAITING, GONE as ever
+#     source  READY     where the reader fetches bytes itself, unless it wants that batch sent
 #
-# The body of PIECES is numbers of 8 bytes, little-endian: how many parcels, how many rows, for each parcel how many
+# The body of PIECES is numbers of 8 bytes, little-endian: how many batches, how many rows, for each batch how many
 # rows it has (and its flags in the upper half), and the rows. A source looks at all of them before it does anything,
-# and has room for so many only. It sends a parcel as soon as it has all chunks that the parcel takes bytes from.
+# and has room for so many only. It sends a batch as soon as it has all chunks that the batch takes bytes from.
 #
 # It must never: be trusted before it was checked.
 
@@ -302,20 +302,20 @@ class BadPieces(ValueError):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Parcels:
-    """Rows of a source's stream, put together in parcels. Their bytes, one after another, are a stream of their own."""
+class Batches:
+    """Rows of a source's stream, put together in batches. Their bytes, one after another, are a stream of their own."""
 
     rows: Rows
-    first_row: "array[int]"  # [parcels + 1]
-    bounds: "array[int]"  # [parcels + 1] where each begins in that stream
-    flags: bytes  # [parcels]
+    first_row: "array[int]"  # [batches + 1]
+    bounds: "array[int]"  # [batches + 1] where each begins in that stream
+    flags: bytes  # [batches]
     source_bytes: int  # of the source's stream
 
     def __len__(self) -> int:
         return len(self.flags)
 
     def __repr__(self) -> str:
-        return f"<{len(self)} parcels of {len(self.rows)} rows, {self.size_bytes} B>"
+        return f"<{len(self)} batches of {len(self.rows)} rows, {self.size_bytes} B>"
 
     @property
     def size_bytes(self) -> int:
@@ -323,7 +323,7 @@ class Parcels:
 
     @cached_property
     def most_bytes(self) -> int:
-        """Of the largest parcel."""
+        """Of the largest batch."""
         return max((stop - start for start, stop in pairwise(self.bounds)), default=0)
 
     @classmethod
@@ -335,12 +335,12 @@ class Parcels:
         *,
         flags: bytes | None = None,
         chunk_bytes: int = 1 << 62,
-    ) -> "Parcels":
-        """From rows, and how many of them each parcel has. Raises `BadPieces`, whoever has made them."""
+    ) -> "Batches":
+        """From rows, and how many of them each batch has. Raises `BadPieces`, whoever has made them."""
         if not all(counts):
-            raise BadPieces(f"parcel {list(counts).index(0)} has no rows")
+            raise BadPieces(f"batch {list(counts).index(0)} has no rows")
         if sum(counts) != len(words) // ROW_WORDS or len(words) % ROW_WORDS:
-            raise BadPieces(f"parcels of {sum(counts)} rows, but {len(words) / ROW_WORDS:g} rows")
+            raise BadPieces(f"batches of {sum(counts)} rows, but {len(words) / ROW_WORDS:g} rows")
         try:
             rows = Rows.checked(words, source_bytes, chunk_bytes)
         except (BadRow, OverflowError) as error:
@@ -348,19 +348,19 @@ class Parcels:
         first_row = array("Q", accumulate(counts, initial=0))
         bounds = array("Q", map(rows.starts.__getitem__, first_row))
         found = cls(rows, first_row, bounds, bytes(len(counts)) if flags is None else flags, source_bytes)
-        if found.most_bytes > MAX_PARCEL_BYTES:
-            raise BadPieces(f"a parcel of {found.most_bytes} B, where {MAX_PARCEL_BYTES} B are the limit")
+        if found.most_bytes > MAX_BATCH_BYTES:
+            raise BadPieces(f"a batch of {found.most_bytes} B, where {MAX_BATCH_BYTES} B are the limit")
         return found
 
-    def span(self, parcel: int) -> tuple[int, int]:
-        """Where it lies in the stream of all parcels."""
-        return self.bounds[parcel], self.bounds[parcel + 1]
+    def span(self, batch: int) -> tuple[int, int]:
+        """Where it lies in the stream of all batches."""
+        return self.bounds[batch], self.bounds[batch + 1]
 
-    def is_sent(self, parcel: int) -> bool:
+    def is_sent(self, batch: int) -> bool:
         """Over the socket, by any transport."""
-        return bool(self.flags[parcel] & shapes.IS_SENT)
+        return bool(self.flags[batch] & shapes.IS_SENT)
 
-    def sending(self, wanted: Sequence[bool]) -> "Parcels":
+    def sending(self, wanted: Sequence[bool]) -> "Batches":
         """The same, with those sent that a source would otherwise only announce."""
         flags = (flag | shapes.IS_SENT if is_sent else flag for flag, is_sent in zip(self.flags, wanted, strict=True))
         return replace(self, flags=bytes(flags))
@@ -373,7 +373,7 @@ class Parcels:
         return _little(words).tobytes()
 
     @classmethod
-    def decode(cls, body: bytes | bytearray, source_bytes: int, chunk_bytes: int) -> "Parcels":
+    def decode(cls, body: bytes | bytearray, source_bytes: int, chunk_bytes: int) -> "Batches":
         """What a peer wants. Raises `BadPieces`."""
         if len(body) % 8 or len(body) < 16:
             raise BadPieces(f"{len(body)} B are no numbers")
@@ -382,10 +382,10 @@ class Parcels:
         words = _little(words)
         count, rows = words[0], words[1]
         if rows > MAX_ROWS or count > rows or len(words) != 2 + count + ROW_WORDS * rows:
-            raise BadPieces(f"{count} parcels of {rows} rows in {len(body)} B, where {MAX_ROWS} rows are the limit")
+            raise BadPieces(f"{count} batches of {rows} rows in {len(body)} B, where {MAX_ROWS} rows are the limit")
         heads = words[2 : 2 + count]
         if any(head >> FLAG_SHIFT & ~shapes.IS_SENT for head in heads):
-            raise BadPieces("a parcel with flags that are unknown here")
+            raise BadPieces("a batch with flags that are unknown here")
         counts = [head & 0xFFFFFFFF for head in heads]
         flags = bytes(head >> FLAG_SHIFT for head in heads)
         return cls.of(words[2 + count :], counts, source_bytes, flags=flags, chunk_bytes=chunk_bytes)
@@ -421,16 +421,16 @@ class Room:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Scatter:
-    """Where parcels belong at a reader: for a transport that judges them and puts them into place by itself."""
+    """Where batches belong at a reader: for a transport that judges them and puts them into place by itself."""
 
     stream: ByteStream  # the registered tensors
-    ours: Rows  # of that stream: where bytes of the parcels' stream belong. Nothing for a parcel that is kept in part
-    first_tile: "array[int]"  # [parcels + 1]
-    tiles: "array[int]"  # [tiles + 1] where each begins in the parcels' stream
-    is_kept: bytes  # [parcels] 1: it goes into scratch memory, is judged there, and parts of it are kept
-    keeps: "array[int]"  # nine for each part: place in the parcel and in `stream`, run, and two loops (`reshard`)
-    first_keep: "array[int]"  # [parcels + 1]
-    turns: "array[int]"  # rows of a parcel that is kept: how a tile that comes in another order is gone through
+    ours: Rows  # of that stream: where bytes of the batches' stream belong. Nothing for a batch that is kept in part
+    first_tile: "array[int]"  # [batches + 1]
+    tiles: "array[int]"  # [tiles + 1] where each begins in the batches' stream
+    is_kept: bytes  # [batches] 1: it goes into scratch memory, is judged there, and parts of it are kept
+    keeps: "array[int]"  # nine for each part: place in the batch and in `stream`, run, and two loops (`reshard`)
+    first_keep: "array[int]"  # [batches + 1]
+    turns: "array[int]"  # rows of a batch that is kept: how a tile that comes in another order is gone through
     first_turn: "array[int]"  # [tiles + 1]
 
 
@@ -442,24 +442,24 @@ class Counting(Protocol):
 
     def told(self, size_bytes: int) -> None: ...
 
-    def count(self, parcels: range) -> None:
+    def count(self, batches: range) -> None:
         """The transport has judged them by `terms`, and put them in place: they count from now on."""
         ...
 
 
 @runtime_checkable
 class Piecewise(Protocol):
-    """A sink that wants pieces. Its `stream` is the parcels', its chunks are parcels, `chunk_bytes` the largest.
+    """A sink that wants pieces. Its `stream` is the batches', its chunks are batches, `chunk_bytes` the largest.
 
-    `begin` returns numbers of parcels. `accept` judges each tile of one, and `stored` says that it is in place: also of
+    `begin` returns numbers of batches. `accept` judges each tile of one, and `stored` says that it is in place: also of
     tiles that are kept in part, which `stream.writing` gives scratch memory for.
     """
 
     @property
-    def parcels(self) -> Parcels:
+    def batches(self) -> Batches:
         """Known once `begin` has returned."""
         ...
 
     def wrong_tile(self, tile: int) -> TensorHubError:
-        """In words: the transport has found that this tile, counted over all parcels, is not as announced."""
+        """In words: the transport has found that this tile, counted over all batches, is not as announced."""
         ...

@@ -21,7 +21,7 @@ from .base import ByteStream
 
 
 MAX_VIEWS = min(1024, os.sysconf("SC_IOV_MAX"))
-BATCH_BYTES = 1 << 20
+CALL_BYTES = 1 << 20
 
 
 def flat(buffer: bytes | memoryview) -> memoryview:
@@ -30,9 +30,9 @@ def flat(buffer: bytes | memoryview) -> memoryview:
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
 
-def batch(pending: list[memoryview], first: int) -> list[memoryview]:
+def one_call(pending: list[memoryview], first: int) -> list[memoryview]:
     """As many as one call takes, but no more than it is likely to move: each costs 50 ns to hand over."""
-    most = min(MAX_VIEWS, max(64, BATCH_BYTES // (len(pending[first]) or 1)))
+    most = min(MAX_VIEWS, max(64, CALL_BYTES // (len(pending[first]) or 1)))
     return pending[first : first + most]
 
 

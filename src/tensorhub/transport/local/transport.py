@@ -15,7 +15,7 @@ from ..announcing import MAX_MEMORY_BYTES, MEMORY_FRAME, AnnouncedStream, Announ
 from ..base import Export, Look, OnEnd, Sink
 from ..native import load, shapes
 from ..native.reads import LOCAL_TILE_BYTES, Mover, mover_for
-from ..rows import BadRow, Parcels, Piecewise, Placed, Rows, RowStream, table_of
+from ..rows import BadRow, Batches, Piecewise, Placed, Rows, RowStream, table_of
 from ..sealed import Region, Sealed, Shared, Unmappable, moved_to, regions_of
 from ..tcp.addresses import wire_for
 from ..tcp.job import Job
@@ -56,7 +56,7 @@ from .memory import (
 
 # --- The source's side of the local transport: says where the bytes lie and which chunks are there; sends none.
 #
-# It is the tcp transport's server over an abstract unix socket: the same greetings, requests, keepalives and farewells
+# It is the tcp transport's server over an abstract unix socket: the same greetings, requests, keepalives and endings
 # (`tcp_wire`), the same threads and the same ways for an export to end. In place of chunks a reader gets, once
 #
 #     source  MEMORY  the seal's address, the seal, and where every piece of the stream lies (`vectors.Addresses`)
@@ -444,7 +444,7 @@ class LocalStream(AnnouncedStream):
                 is_mapped=mapped is not None,
             )
             if not remote.is_sealed:
-                raise self.farewell()
+                raise self.why_ended()
         except Lost as error:
             raise Vanished(str(error)) from error
         return remote
@@ -453,7 +453,7 @@ class LocalStream(AnnouncedStream):
         if self._its.remote is None or not self._its.remote.is_native:
             return None
         job = self.job
-        return mover_for(job.settings, job.sink, wanted, streams, LOCAL_TILE_BYTES, job.parcels)
+        return mover_for(job.settings, job.sink, wanted, streams, LOCAL_TILE_BYTES, job.batches)
 
     def state_for(self, mover: Mover) -> shapes.StreamState:
         """With whose memory is read, and where."""
@@ -468,7 +468,7 @@ class LocalStream(AnnouncedStream):
             raise unreadable(state.pid, os.strerror(state.error))
         if state.status == shapes.LOST:
             check_refused(state.pid, state.error)
-            raise self.farewell()
+            raise self.why_ended()
         super().conclude(state)
 
     def transfer(self, start: int, stop: int, views: Sequence[memoryview], look: Look | None) -> None:
@@ -482,7 +482,7 @@ class LocalStream(AnnouncedStream):
                 remote.read_view(start, view, ours, look)
                 start += len(view)
         except Lost as error:
-            raise self.farewell() from error
+            raise self.why_ended() from error
 
     def _have_remote(self) -> Remote:
         """The source's memory, for this thread."""
@@ -499,16 +499,16 @@ class LocalStream(AnnouncedStream):
         """What was copied counts if the seal is still there."""
         try:
             if self._remote is None or not self._remote.is_sealed:
-                raise self.farewell()
+                raise self.why_ended()
         except Lost as error:
-            raise self.farewell() from error
+            raise self.why_ended() from error
         self.note_read(size_bytes, is_last=not self.asked)
 
 
 # --- A read of pieces on one host: rows of the source's memory, copied by the kernel or out of a mapping, or sent.
 #
-# Where the runs of a parcel are short, to have each of them copied out of another process costs more than to let the
-# source's kernel pack them into a socket: 0.7 us for each, whatever its length. So such a parcel is asked for with the
+# Where the runs of a batch are short, to have each of them copied out of another process costs more than to let the
+# source's kernel pack them into a socket: 0.7 us for each, whatever its length. So such a batch is asked for with the
 # wish that it be sent. Mapped memory is copied run by run, whatever their length.
 
 
@@ -518,20 +518,20 @@ SENT_BELOW_BYTES = 4096  # runs that are shorter on an average are sent
 class LocalPieces(LocalStream):
     """One connection of such a read."""
 
-    _is_sent = False  # the parcel that comes
+    _is_sent = False  # the batch that comes
 
-    def send_parcels(self) -> None:
-        parcels, remote = self.job.parcels, self._its.remote
-        if parcels is not None and remote is not None and self.index == 0 and not remote.is_mapped:
-            rows, firsts = parcels.rows, parcels.first_row
-            short = [rows.run_bytes(firsts[at], firsts[at + 1]) < SENT_BELOW_BYTES for at in range(len(parcels))]
-            self.job.parcels = parcels.sending(short)
-        super().send_parcels()
+    def send_batches(self) -> None:
+        batches, remote = self.job.batches, self._its.remote
+        if batches is not None and remote is not None and self.index == 0 and not remote.is_mapped:
+            rows, firsts = batches.rows, batches.first_row
+            short = [rows.run_bytes(firsts[at], firsts[at + 1]) < SENT_BELOW_BYTES for at in range(len(batches))]
+            self.job.batches = batches.sending(short)
+        super().send_batches()
 
     @property
-    def _parcels(self) -> Parcels:
-        assert self.job.parcels is not None, "bytes of pieces before it is known which"
-        return self.job.parcels
+    def _batches(self) -> Batches:
+        assert self.job.batches is not None, "bytes of pieces before it is known which"
+        return self.job.batches
 
     # -- by the mover --------------------------------------------------------------------------------------------------
 
@@ -540,7 +540,7 @@ class LocalPieces(LocalStream):
         if not wanted or remote is None or load.library() is None:
             return None
         try:
-            self._its.placed = Placed(self._parcels.rows, remote.addresses)
+            self._its.placed = Placed(self._batches.rows, remote.addresses)
         except BadRow:
             return None  # of several pieces of memory: Python goes through them
         return super().mover_for(wanted, streams)
@@ -554,7 +554,7 @@ class LocalPieces(LocalStream):
     # -- by Python -----------------------------------------------------------------------------------------------------
 
     def await_chunk(self, chunk: int, size_bytes: int) -> None:
-        self._is_sent = self._parcels.is_sent(chunk)
+        self._is_sent = self._batches.is_sent(chunk)
         if self._is_sent:
             Stream.await_chunk(self, chunk, size_bytes)
         else:
@@ -568,7 +568,7 @@ class LocalPieces(LocalStream):
         try:
             Stream.transfer(self, start, stop, views, look)
         except Lost as error:
-            raise self.farewell() from error
+            raise self.why_ended() from error
 
     def take_bytes(self, start: int, stop: int, views: Sequence[memoryview]) -> None:
         if self._is_sent:
@@ -576,7 +576,7 @@ class LocalPieces(LocalStream):
             return
         remote = self._have_remote()
         remote.read(
-            start, stop, Addresses.of_views(views, start), _part(remote.addresses, self._parcels.rows, start, stop)
+            start, stop, Addresses.of_views(views, start), _part(remote.addresses, self._batches.rows, start, stop)
         )
 
     def taken(self, size_bytes: int) -> None:
@@ -587,7 +587,7 @@ class LocalPieces(LocalStream):
 
 
 def _part(memory: Addresses, rows: Rows, start: int, stop: int) -> Addresses:
-    """Where bytes [start, stop) of the parcels' stream lie at the source."""
+    """Where bytes [start, stop) of the batches' stream lie at the source."""
     found: list[tuple[int, int]] = []
     for place, length in RowStream.ranges_of(rows, start, stop):
         at, end = place, place + length

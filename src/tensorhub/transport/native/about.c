@@ -12,9 +12,9 @@ EXPORT uint32_t th_abi(void) { return ABI; }
 
 /* The sizes of the structures that both know, in the order of `shapes.py`. */
 EXPORT uint64_t th_size_of(uint32_t which) {
-    static const uint64_t sizes[] = {sizeof(gate_t),   sizeof(progress_t), sizeof(table_t), sizeof(read_t),
+    static const uint64_t sizes[] = {sizeof(stop_flag_t),   sizeof(progress_t), sizeof(table_t), sizeof(read_t),
                                      sizeof(stream_t), sizeof(serve_t),    sizeof(digest_t), sizeof(loop_t),
-                                     sizeof(keep_t),   sizeof(parcels_t),  sizeof(offload_t), sizeof(large_t)};
+                                     sizeof(keep_t),   sizeof(batches_t),  sizeof(offload_t), sizeof(large_t)};
     return which < sizeof sizes / sizeof *sizes ? sizes[which] : 0;
 }
 

@@ -102,7 +102,7 @@ static int shall_lend(serve_t *serve, uint64_t start, uint64_t stop) {
 static int is_called_out(serve_t *serve) { return th_swap(serve->lent, 0, 1) == 2; }
 
 int send_chunk(serve_t *serve, uint64_t chunk) {
-    uint64_t start, size = span_of(serve->parcels, serve->chunk_bytes, serve->table.size, chunk, &start);
+    uint64_t start, size = span_of(serve->batches, serve->chunk_bytes, serve->table.size, chunk, &start);
     int is_lent = shall_lend(serve, start, start + size);
     if (is_lent && serve->pipe_in < 0)
         return NEEDS_PIPE;

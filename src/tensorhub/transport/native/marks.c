@@ -1,4 +1,4 @@
-/* Words of memory that threads look at and wait on: gates, progress, and the clock. */
+/* Words of memory that threads look at and wait on: stop flags, progress, and the clock. */
 #define _GNU_SOURCE
 #include "mover.h"
 

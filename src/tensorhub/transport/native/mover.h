@@ -25,7 +25,7 @@ enum {
     WANT_BYTES = 16 + 3 + MAX_RANGES * 19, /* what we send: header, count, and two numbers of 9 bytes for each range */
     MAX_GONE_BYTES = 16 * 1024,
     MAX_VECTORS = 1024,
-    MAX_GATES = 4,
+    MAX_STOP_FLAGS = 4,
     MAX_AHEAD = 1024,
     GAP_BYTES = 4096, /* no page is smaller: each byte of a smaller gap shares a page with a byte that is wanted */
     SEAL_BYTES = 16,
@@ -42,9 +42,9 @@ enum {
     VANISHED,   /* the peer hung up, or the network did: `error`, or 0 */
     SILENT,     /* no byte moved for the whole limit */
     GARBLED,    /* the frame in `kind`, `length`, `number` is none that can come here */
-    SAID_GONE,  /* the source's farewell is in `words` */
+    SAID_GONE,  /* the reason that the source gave is in `words` */
     CORRUPT,    /* `chunk` has another digest */
-    UNTRUSTED,  /* a gate is closed, the lease has ended, or nothing may be written */
+    UNTRUSTED,  /* a stop flag is set, the lease has ended, or nothing may be written */
     LOST,       /* the other process cannot be read: `error` */
     UNREADABLE, /* it is there and its export lasts, but the kernel will not read that memory: `error` */
     ENDED,      /* the export ended */
@@ -54,8 +54,8 @@ enum {
 
 /* Shut once, for good. Who shuts it then waits until nobody is between looking and counting. */
 typedef struct {
-    _Atomic uint32_t is_shut, inside;
-} gate_t;
+    _Atomic uint32_t is_set, inside;
+} stop_flag_t;
 
 /* Which chunks are there. `changed` is what waiters wait on. */
 typedef struct {
@@ -85,15 +85,15 @@ typedef struct {
     _Atomic uint32_t is_refused, unused;
 } large_t;
 
-/* Part of a parcel that lies in scratch memory, and where it is kept: a run in two loops, on both sides. */
+/* Part of a batch that lies in scratch memory, and where it is kept: a run in two loops, on both sides. */
 typedef struct {
     uint64_t from, to, run, count, from_stride, to_stride, counts, from_strides, to_strides;
 } keep_t;
 
-/* A stream made of what a reader wants of another one: parcels, which take the place of chunks. Each is some whole
+/* A stream made of what a reader wants of another one: batches, which take the place of chunks. Each is some whole
  * tiles, one after another; a tile has a digest of its own. */
 typedef struct {
-    const uint64_t *bounds;     /* [count + 1] where each parcel begins in the stream */
+    const uint64_t *bounds;     /* [count + 1] where each batch begins in the stream */
     const unsigned char *flags; /* [count] */
     uint64_t count;
     /* at a source */
@@ -106,11 +106,11 @@ typedef struct {
     const keep_t *keeps;
     const uint64_t *first_turn; /* [tiles + 1] */
     const uint64_t *turns;      /* rows of scratch memory: how a tile that comes in another order is gone through */
-} parcels_t;
+} batches_t;
 
-enum { IS_SENT = 1, IS_KEPT = 2 }; /* parcels_t.flags: over the socket by any transport; by way of scratch memory */
+enum { IS_SENT = 1, IS_KEPT = 2 }; /* batches_t.flags: over the socket by any transport; by way of scratch memory */
 enum { ROW_WORDS = 6 };            /* place, run, count, stride, counts, strides */
-#define MAX_PARCEL_BYTES (1ull << 30)
+#define MAX_BATCH_BYTES (1ull << 30)
 #define NOTHING UINT64_MAX
 
 /* What the streams of one read share. */
@@ -120,9 +120,9 @@ typedef struct {
     const uint64_t *wanted;
     uint64_t wanted_count;
     const unsigned char *digests; /* of every chunk, or tile; NULL: nothing is checked */
-    const parcels_t *parcels;     /* NULL: the stream is cut into chunks */
+    const batches_t *batches;     /* NULL: the stream is cut into chunks */
     progress_t *progress;
-    gate_t *gates[MAX_GATES];
+    stop_flag_t *stop_flags[MAX_STOP_FLAGS];
     const double *until; /* the lease's end on the monotonic clock; NULL: none */
     large_t *large; /* what all of `ours` lies in; NULL: it is none of that kind */
     unsigned char *doubted; /* a byte for each chunk: came lent and wrong, and was asked for once more */
@@ -151,7 +151,7 @@ typedef struct {
     table_t theirs;
     uint64_t seal_address; /* in the other process; mapped: here */
     unsigned char seal[SEAL_BYTES];
-    unsigned char *scratch; /* for the largest parcel that is kept in part */
+    unsigned char *scratch; /* for the largest batch that is kept in part */
     /* how it ended */
     int32_t status, error;
     uint64_t kind, length, number, chunk, tile;
@@ -172,10 +172,10 @@ typedef struct {
 /* One connection of a source. */
 typedef struct {
     table_t table;
-    uint64_t chunk_bytes, chunk_count; /* or how many parcels there are */
-    const parcels_t *parcels;          /* NULL: the stream is cut into chunks */
+    uint64_t chunk_bytes, chunk_count; /* or how many batches there are */
+    const batches_t *batches;          /* NULL: the stream is cut into chunks */
     progress_t *progress;
-    gate_t *ended;
+    stop_flag_t *ended;
     int32_t descriptor, is_announcing;
     double keepalive_s;
     /* lending */
@@ -263,12 +263,12 @@ int is_sealed_here(const stream_t *stream);
 int tell_read(stream_t *stream, uint64_t size);
 int receive_bytes(stream_t *stream, const table_t *into, uint64_t start, uint64_t stop);
 
-/* parcels.c */
-uint64_t span_of(const parcels_t *parcels, uint64_t chunk_bytes, uint64_t size, uint64_t chunk, uint64_t *start);
-int is_sent(const parcels_t *parcels, uint64_t chunk);
-int has_parcel(const serve_t *serve, uint64_t parcel);
-int bring_tiles(stream_t *stream, uint64_t parcel, int is_fetched, uint64_t *wrong);
-void keep_parts(const stream_t *stream, uint64_t parcel);
+/* batches.c */
+uint64_t span_of(const batches_t *batches, uint64_t chunk_bytes, uint64_t size, uint64_t chunk, uint64_t *start);
+int is_sent(const batches_t *batches, uint64_t chunk);
+int has_batch(const serve_t *serve, uint64_t batch);
+int bring_tiles(stream_t *stream, uint64_t batch, int is_fetched, uint64_t *wrong);
+void keep_parts(const stream_t *stream, uint64_t batch);
 EXPORT uint64_t th_check_rows(const uint64_t *rows, uint64_t count, uint64_t size, uint64_t chunk_bytes,
                               uint64_t *starts, uint64_t *needs);
 EXPORT uint64_t th_place_rows(const uint64_t *rows, uint64_t count, const table_t *memory, uint64_t *pairs,

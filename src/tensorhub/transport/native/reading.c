@@ -10,8 +10,8 @@
 /* -- what the streams of one read share --------------------------------------------------------------------------- */
 
 int is_trusted(const read_t *read) {
-    for (int i = 0; i < MAX_GATES; i++)
-        if (read->gates[i] && atomic_load(&read->gates[i]->is_shut))
+    for (int i = 0; i < MAX_STOP_FLAGS; i++)
+        if (read->stop_flags[i] && atomic_load(&read->stop_flags[i]->is_set))
             return 0;
     if (!read->until)
         return 1;
@@ -223,7 +223,7 @@ static int pump(stream_t *stream) {
 /* Ask and receive until nothing is left to ask for, or the read is over; in the calling thread. */
 EXPORT void th_stream_run(stream_t *stream) {
     stream->ahead = stream->read->ahead_first;
-    stream->is_bridging = !stream->read->parcels; /* what lies between rows is a tensor's too */
+    stream->is_bridging = !stream->read->batches; /* what lies between rows is a tensor's too */
     stream->status = pump(stream);
     raise_event(stream->read, HAS_ENDED);
 }

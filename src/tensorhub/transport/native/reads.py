@@ -9,13 +9,13 @@ from operator import add, le, mul
 
 from ...protocol.manifest import DIGEST_BYTES, chunk_count
 from ..base import ByteStream, Sink, Terms, Trusting
-from ..rows import COUNT, COUNTS, ROW_WORDS, RUN, BadRow, Parcels, Rows, Scatter, placed, table_of
+from ..rows import COUNT, COUNTS, ROW_WORDS, RUN, BadRow, Batches, Rows, Scatter, placed, table_of
 from ..sealed import large_of
 from ..tcp.settings import TcpSettings
 from ..views import bare_addresses
 from . import load, shapes
 
-# --- Where the bytes of a read belong, as the native mover sees it: in chunks of a stream, or in parcels (`parcels`).
+# --- Where the bytes of a read belong, as the native mover sees it: in chunks of a stream, or in batches (`batches`).
 #
 # It must never: give the mover a number that could lead it out of the memory that it was given.
 
@@ -29,32 +29,32 @@ class Goal:
     """Where a read's bytes belong. Holds that memory."""
 
     table: shapes.Table
-    count: int  # of chunks, or parcels
+    count: int  # of chunks, or batches
     chunk_bytes: int  # of one of them, about
     digest_count: int
     held: object
-    parcels: shapes.Parcels | None = None
+    batches: shapes.Batches | None = None
     scratch_bytes: int = 0  # that each stream needs
     large: "ctypes._Pointer[shapes.Large] | None" = None  # what all of it lies in
 
 
-def goal_of_parcels(terms: Terms, parcels: Parcels) -> Goal | None:
+def goal_of_batches(terms: Terms, batches: Batches) -> Goal | None:
     """Of a read of pieces. None where something does not fit: Python finds out what."""
     scatter = terms.scatter
-    if scatter is None or not _fits(scatter, parcels):
+    if scatter is None or not _fits(scatter, batches):
         return None
-    spans = zip(pairwise(parcels.bounds), scatter.is_kept, strict=True)
+    spans = zip(pairwise(batches.bounds), scatter.is_kept, strict=True)
     scratch_bytes = max((stop - start for (start, stop), is_kept in spans if is_kept), default=0)
     ours, keeps = placed(scatter.ours, scatter.stream), _placed_keeps(scatter.keeps, scatter.stream, scratch_bytes)
     if ours is None or keeps is None or not _are_within(scatter.turns, scratch_bytes):
         return None
-    both = zip(parcels.flags, scatter.is_kept, strict=True)
+    both = zip(batches.flags, scatter.is_kept, strict=True)
     flags = bytes(flag | shapes.IS_KEPT if is_kept else flag for flag, is_kept in both)
     held_flags = ctypes.create_string_buffer(flags, len(flags))
-    state = shapes.Parcels(
-        bounds=parcels.bounds.buffer_info()[0],
+    state = shapes.Batches(
+        bounds=batches.bounds.buffer_info()[0],
         flags=ctypes.addressof(held_flags),
-        count=len(parcels),
+        count=len(batches),
         first_tile=scatter.first_tile.buffer_info()[0],
         tiles=scatter.tiles.buffer_info()[0],
         first_keep=scatter.first_keep.buffer_info()[0],
@@ -64,19 +64,19 @@ def goal_of_parcels(terms: Terms, parcels: Parcels) -> Goal | None:
     )
     return Goal(
         table=ours.table,
-        count=len(parcels),
-        chunk_bytes=max(1, parcels.size_bytes // max(1, len(parcels))),
+        count=len(batches),
+        chunk_bytes=max(1, batches.size_bytes // max(1, len(batches))),
         digest_count=len(scatter.tiles) - 1,
-        held=(ours, keeps, held_flags, scatter, parcels),
-        parcels=state,
+        held=(ours, keeps, held_flags, scatter, batches),
+        batches=state,
         scratch_bytes=scratch_bytes,
         large=large_of(addresses) if (addresses := bare_addresses(scatter.stream)) is not None else None,
     )
 
 
-def _fits(scatter: Scatter, parcels: Parcels) -> bool:
-    """Parcels are made of whole tiles and lie in rows, or are kept; and keeps belong to parcels."""
-    count, tiles = len(parcels), scatter.tiles
+def _fits(scatter: Scatter, batches: Batches) -> bool:
+    """Batches are made of whole tiles and lie in rows, or are kept; and keeps belong to batches."""
+    count, tiles = len(batches), scatter.tiles
     if {len(scatter.first_tile), len(scatter.first_keep)} != {count + 1} or len(scatter.is_kept) != count or not tiles:
         return False
     numbers = (scatter.first_tile, scatter.first_keep, scatter.first_turn, tiles)
@@ -86,9 +86,9 @@ def _fits(scatter: Scatter, parcels: Parcels) -> bool:
         return False
     if len(scatter.first_turn) != len(tiles) or scatter.first_turn[-1] * ROW_WORDS != len(scatter.turns):
         return False
-    if not all(tiles[tile] == at for tile, at in zip(scatter.first_tile, parcels.bounds, strict=True)):
+    if not all(tiles[tile] == at for tile, at in zip(scatter.first_tile, batches.bounds, strict=True)):
         return False
-    placed_whole = zip(pairwise(parcels.bounds), scatter.is_kept, strict=True)
+    placed_whole = zip(pairwise(batches.bounds), scatter.is_kept, strict=True)
     return _stretches(scatter.ours) == _joined([span for span, is_kept in placed_whole if not is_kept])
 
 
@@ -141,7 +141,7 @@ def _side(keeps: "array[int]", columns: Sequence[int]) -> "array[int]":
 # --- A read whose bytes the native mover brings: what Python prepares for it, and what it asks and tells meanwhile.
 #
 # Python has greeted the source, fetched the manifest and asked the sink for its terms. From then on the mover's threads
-# do what `tcp_stream.Stream.pump` does, chunk for chunk, and look at the terms' gates before each one counts. The
+# do what `Stream.pump` does, chunk for chunk, and look at the terms' stop_flags before each one counts. The
 # read's first thread waits for them: it gives leave for the first byte, opens more streams, and tells the sink of
 # news at most every 50 ms. Nothing in the mover waits for it but that first leave.
 #
@@ -184,7 +184,7 @@ class Mover:
             wanted=self._wanted.buffer_info()[0],
             wanted_count=len(wanted),
             digests=ctypes.cast(self._digests, ctypes.c_void_p) if self._digests is not None else None,
-            parcels=ctypes.pointer(goal.parcels) if goal.parcels is not None else None,
+            batches=ctypes.pointer(goal.batches) if goal.batches is not None else None,
             progress=ctypes.pointer(terms.progress.marks),
             until=terms.until.address if terms.until is not None else None,
             large=goal.large,
@@ -197,8 +197,8 @@ class Mover:
             tile_bytes=tile_bytes,
             streams=streams,
         )
-        for at, gate in enumerate(terms.gates):
-            self.state.gates[at] = gate.address
+        for at, stop_flag in enumerate(terms.stop_flags):
+            self.state.stop_flags[at] = stop_flag.address
 
     @property
     def missing(self) -> int:
@@ -262,7 +262,7 @@ def mover_for(
     wanted: Sequence[int],
     streams: int,
     tile_bytes: int,
-    parcels: Parcels | None = None,
+    batches: Batches | None = None,
 ) -> Mover | None:
     """The mover for this read; None where Python brings the bytes: no library, or a sink that wants to see each chunk.
 
@@ -272,9 +272,9 @@ def mover_for(
     if library is None or not wanted or not isinstance(sink, Trusting):
         return None
     terms = sink.terms()
-    if terms is None or terms.progress.marks is None or len(terms.gates) > shapes.MAX_GATES:
+    if terms is None or terms.progress.marks is None or len(terms.stop_flags) > shapes.MAX_STOP_FLAGS:
         return None
-    goal = _goal_of_chunks(sink) if parcels is None else goal_of_parcels(terms, parcels)
+    goal = _goal_of_chunks(sink) if batches is None else goal_of_batches(terms, batches)
     if goal is None or terms.progress.chunk_count != goal.count:
         return None
     if terms.digests is not None and len(terms.digests) != goal.digest_count * DIGEST_BYTES:

@@ -1,6 +1,6 @@
 /* The source's side of one connection: chunks go out in the order asked for, each as soon as it is there.
  *
- * It is `tcp/server.py` again, between the greetings and the farewell, which are Python's; and `announcing.py`, where a
+ * It is `tcp/server.py` again, between the greetings and the end, which are Python's; and `announcing.py`, where a
  * reader fetches the bytes itself and is only told which are there. */
 #define _GNU_SOURCE
 #include "mover.h"
@@ -14,11 +14,11 @@ static int say_waiting(serve_t *serve) {
 }
 
 static int is_there(const serve_t *serve, uint64_t chunk) {
-    return serve->parcels ? has_parcel(serve, chunk) : has_chunk(serve->progress, chunk);
+    return serve->batches ? has_batch(serve, chunk) : has_chunk(serve->progress, chunk);
 }
 
 static int is_announced(const serve_t *serve, uint64_t chunk) {
-    return serve->is_announcing && !is_sent(serve->parcels, chunk);
+    return serve->is_announcing && !is_sent(serve->batches, chunk);
 }
 
 /* Until the chunk is there; the reader hears four times as often as it needs to that nothing is lost. */
@@ -27,7 +27,7 @@ static int await_there(serve_t *serve, uint64_t chunk) {
     double deadline = now_s() + serve->keepalive_s;
     for (;;) {
         uint32_t seen = atomic_load(&progress->changed);
-        if (atomic_load(&serve->ended->is_shut))
+        if (atomic_load(&serve->ended->is_set))
             return ENDED;
         if (is_there(serve, chunk))
             return 0;

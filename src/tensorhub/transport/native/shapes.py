@@ -10,12 +10,12 @@ import ctypes
 from ctypes import POINTER, Structure, c_double, c_int32, c_ubyte, c_uint32, c_uint64, c_ulong, c_void_p
 
 MAX_RANGES = 1024
-MAX_GATES = 4
+MAX_STOP_FLAGS = 4
 MAX_AHEAD = 1024
 MAX_WANT_BYTES = 64 * 1024
-MAX_PARCEL_BYTES = 1 << 30
+MAX_BATCH_BYTES = 1 << 30
 NOTHING = (1 << 64) - 1
-IS_SENT, IS_KEPT = 1, 2  # flags of a parcel
+IS_SENT, IS_KEPT = 1, 2  # flags of a batch
 WORDS_BYTES = 16 + 3 + MAX_RANGES * 19
 
 # How a stream or a conversation ended.
@@ -26,10 +26,10 @@ WAIT_FOR_LEAVE, MAY_WRITE, MAY_NOT_WRITE = range(3)
 ASKS_LEAVE, IS_FAST, HAS_NEWS, HAS_ENDED, IS_WHOLE = 1, 2, 4, 8, 16
 
 
-class Gate(Structure):
-    """Shut once, for good."""
+class StopFlag(Structure):
+    """Set once, for good."""
 
-    _fields_ = (("is_shut", c_uint32), ("inside", c_uint32))
+    _fields_ = (("is_set", c_uint32), ("inside", c_uint32))
 
 
 class Marks(Structure):
@@ -77,7 +77,7 @@ class Large(Structure):
 
 
 class Keep(Structure):
-    """Part of a parcel in scratch memory, and where it is kept."""
+    """Part of a batch in scratch memory, and where it is kept."""
 
     _fields_ = (
         ("from", c_uint64),
@@ -92,8 +92,8 @@ class Keep(Structure):
     )
 
 
-class Parcels(Structure):
-    """What a reader wants of a stream, parcel by parcel."""
+class Batches(Structure):
+    """What a reader wants of a stream, batch by batch."""
 
     _fields_ = (
         ("bounds", c_void_p),
@@ -119,9 +119,9 @@ class ReadState(Structure):
         ("wanted", c_void_p),
         ("wanted_count", c_uint64),
         ("digests", c_void_p),
-        ("parcels", POINTER(Parcels)),
+        ("batches", POINTER(Batches)),
         ("progress", POINTER(Marks)),
-        ("gates", c_void_p * MAX_GATES),
+        ("stop_flags", c_void_p * MAX_STOP_FLAGS),
         ("until", c_void_p),
         ("large", POINTER(Large)),
         ("doubted", c_void_p),
@@ -210,9 +210,9 @@ class ServeState(Structure):
         ("table", Table),
         ("chunk_bytes", c_uint64),
         ("chunk_count", c_uint64),
-        ("parcels", POINTER(Parcels)),
+        ("batches", POINTER(Batches)),
         ("progress", POINTER(Marks)),
-        ("ended", POINTER(Gate)),
+        ("ended", POINTER(StopFlag)),
         ("descriptor", c_int32),
         ("is_announcing", c_int32),
         ("keepalive_s", c_double),
@@ -264,8 +264,8 @@ class OffloadState(Structure):
 
 
 ALL: tuple[type[Structure], ...] = (
-    *(Gate, Marks, Table, ReadState, StreamState, ServeState, DigestState),
-    *(Loop, Keep, Parcels, OffloadState, Large),
+    *(StopFlag, Marks, Table, ReadState, StreamState, ServeState, DigestState),
+    *(Loop, Keep, Batches, OffloadState, Large),
 )
 
 

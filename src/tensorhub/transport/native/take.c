@@ -62,12 +62,12 @@ int is_as_announced(const stream_t *stream, uint64_t at) {
 }
 
 static void enter(read_t *read, uint32_t one) {
-    for (int i = 0; i < MAX_GATES; i++)
-        if (read->gates[i])
-            atomic_fetch_add(&read->gates[i]->inside, one);
+    for (int i = 0; i < MAX_STOP_FLAGS; i++)
+        if (read->stop_flags[i])
+            atomic_fetch_add(&read->stop_flags[i]->inside, one);
 }
 
-/* The chunk counts from now on, unless a gate was shut before: who shuts one waits until nobody is in between. */
+/* The chunk counts from now on, unless a stop flag was set before. Who sets one waits until no thread is in between. */
 static int count_chunk(stream_t *stream, uint64_t chunk, uint64_t size) {
     read_t *read = stream->read;
     enter(read, 1);
@@ -98,9 +98,9 @@ static int bring_chunk(stream_t *stream, uint64_t chunk, uint64_t start, uint64_
 
 int take_chunk(stream_t *stream, uint64_t chunk) {
     read_t *read = stream->read;
-    const parcels_t *parcels = read->parcels;
-    uint64_t start, size = span_of(parcels, read->chunk_bytes, read->ours.size, chunk, &start);
-    int is_fetched = stream->is_local && !is_sent(parcels, chunk);
+    const batches_t *batches = read->batches;
+    uint64_t start, size = span_of(batches, read->chunk_bytes, read->ours.size, chunk, &start);
+    int is_fetched = stream->is_local && !is_sent(batches, chunk);
     int status = is_fetched ? await_ready(stream, chunk) : await_chunk(stream, chunk, size);
     if (!status)
         status = may_write(stream);
@@ -108,7 +108,7 @@ int take_chunk(stream_t *stream, uint64_t chunk) {
         status = copy_begin(stream);
     uint64_t wrong = NOTHING;
     if (!status)
-        status = parcels ? bring_tiles(stream, chunk, is_fetched, &wrong)
+        status = batches ? bring_tiles(stream, chunk, is_fetched, &wrong)
                          : bring_chunk(stream, chunk, start, start + size, &wrong);
     if (!status && stream->is_local)
         status = is_fetched ? copy_end(stream, size) : tell_read(stream, size);
@@ -121,7 +121,7 @@ int take_chunk(stream_t *stream, uint64_t chunk) {
     stream->tile = wrong;
     if (wrong != NOTHING)
         return CORRUPT;
-    if (parcels)
+    if (batches)
         keep_parts(stream, chunk);
     return count_chunk(stream, chunk, size);
 }

@@ -24,7 +24,7 @@ from ...protocol.names import Undecodable, decoded
 from .. import threads
 from ..announcing import COUNT, MAX_MEMORY_BYTES, MEMORY_FRAME, AnnouncedStream, AnnouncingServer
 from ..base import ByteStream, Export, OnEnd, Sink, Taking
-from ..rows import Parcels, Piecewise, RowStream
+from ..rows import Batches, Piecewise, RowStream
 from ..tcp import wire as tcp_wire
 from ..tcp.addresses import SCHEME as TCP
 from ..tcp.addresses import Address, dial
@@ -37,7 +37,7 @@ from ..tcp.settings import MIB, TcpSettings
 from ..tcp.transport import TcpTransport
 from ..tcp.wire import Garbled, Hello, Refusal, Silent, Unreadable, Wire, WireError
 from ..threads import FILES, MEMORY, Thread, start
-from ..views import Located, advance, batch, flat
+from ..views import Located, advance, flat, one_call
 from . import agent
 from . import agent as nixl_path
 from .agent import (
@@ -62,7 +62,7 @@ from .probe import DEADLINE_S, Probe, require
 
 # --- The source's side of the nixl transport: says where the bytes lie and which chunks are there; sends none.
 #
-# It is the tcp transport's server: the same greetings, requests, keepalives and farewells (`tcp_wire`) over the same
+# It is the tcp transport's server: the same greetings, requests, keepalives and endings (`tcp_wire`) over the same
 # kind of socket, the same threads and the same ways for an export to end. In place of chunks a reader gets, once
 #
 #     source  MEMORY  how to reach this worker's NIXL agent, where every byte of the stream is, and the seal
@@ -340,7 +340,7 @@ class NixlJob(Job):
     def register(self) -> None:
         """Make the sink's memory known to NIXL, once. Before anybody is spoken to: to pin much of it takes seconds."""
         if isinstance(self.sink, Piecewise):
-            return  # parcels land in memory of the read's own
+            return  # batches land in memory of the read's own
         agent: Agent | None = None
         try:
             agent = self.agents.current()
@@ -566,11 +566,11 @@ class NixlStream(AnnouncedStream):
             return self.job.lost(f"{error}; {why}")
 
 
-# --- A read of pieces by NIXL: rows of the source's memory, fetched parcel by parcel into memory of our own, or sent.
+# --- A read of pieces by NIXL: rows of the source's memory, fetched batch by batch into memory of our own, or sent.
 #
-# A run of a row is a descriptor at the source. Here all of a parcel is one: it lands in host memory of the read's own,
+# A run of a row is a descriptor at the source. Here all of a batch is one: it lands in host memory of the read's own,
 # and is put into place from there. So the tensors need no addresses, and what comes late can never reach them. Where
-# the runs of a parcel are short on an average it is sent instead: a descriptor costs some microseconds, whatever its
+# the runs of a batch are short on an average it is sent instead: a descriptor costs some microseconds, whatever its
 # length.
 #
 # It must never: write into tensors by itself. The kernel does, which says so where they were freed.
@@ -580,7 +580,7 @@ SENT_BELOW_BYTES = 16384  # runs that are shorter on an average are sent
 
 
 class Landing:
-    """Host memory of one thread, in which a parcel lands; a file too, so that the kernel can put it into place."""
+    """Host memory of one thread, in which a batch lands; a file too, so that the kernel can put it into place."""
 
     def __init__(self, size_bytes: int) -> None:
         """Raises `HostMemoryFull`."""
@@ -605,7 +605,7 @@ class Landing:
         pending, first, at = [flat(view) for view in views if view.nbytes], 0, 0
         while first < len(pending):
             try:
-                moved = os.preadv(self._file, batch(pending, first), at)
+                moved = os.preadv(self._file, one_call(pending, first), at)
             except OSError as error:
                 raise Unreadable(str(error)) from error
             at, first = at + moved, advance(pending, first, moved)
@@ -635,26 +635,26 @@ class NixlPieces(NixlStream):
     _lying: Lying | None = None
 
     @property
-    def _parcels(self) -> Parcels:
-        assert self.job.parcels is not None, "bytes of pieces before it is known which"
-        return self.job.parcels
+    def _batches(self) -> Batches:
+        assert self.job.batches is not None, "bytes of pieces before it is known which"
+        return self.job.batches
 
-    def send_parcels(self) -> None:
-        parcels = self.job.parcels
-        if parcels is not None and self.index == 0:
-            rows, firsts = parcels.rows, parcels.first_row
-            short = [rows.run_bytes(firsts[at], firsts[at + 1]) < SENT_BELOW_BYTES for at in range(len(parcels))]
-            self.job.parcels = parcels.sending(short)
-        Stream.send_parcels(self)
+    def send_batches(self) -> None:
+        batches = self.job.batches
+        if batches is not None and self.index == 0:
+            rows, firsts = batches.rows, batches.first_row
+            short = [rows.run_bytes(firsts[at], firsts[at + 1]) < SENT_BELOW_BYTES for at in range(len(batches))]
+            self.job.batches = batches.sending(short)
+        Stream.send_batches(self)
 
     def join_in(self) -> None:
         """And have memory for what is to land here."""
         super().join_in()
-        if not all(map(self._parcels.is_sent, range(len(self._parcels)))):
+        if not all(map(self._batches.is_sent, range(len(self._batches)))):
             self._ready_to_land()
 
     def await_chunk(self, chunk: int, size_bytes: int) -> None:
-        if self._parcels.is_sent(chunk):
+        if self._batches.is_sent(chunk):
             Stream.await_chunk(self, chunk, size_bytes)
         else:
             super().await_chunk(chunk, size_bytes)
@@ -663,7 +663,7 @@ class NixlPieces(NixlStream):
         self.note_read(size_bytes, is_last=not self.asked)
 
     def _receive_chunk(self, chunk: int) -> None:
-        if self._parcels.is_sent(chunk):
+        if self._batches.is_sent(chunk):
             Stream._receive_chunk(self, chunk)
             return
         job, sink = self.job, self.job.sink
@@ -678,11 +678,11 @@ class NixlPieces(NixlStream):
         job.count_stored()
 
     def _fetched(self, start: int, stop: int) -> Landing:
-        """Has bytes [start, stop) of the parcels' stream, which were those of the export when they were read."""
+        """Has bytes [start, stop) of the batches' stream, which were those of the export when they were read."""
         landing, lying = self._ready_to_land()
         theirs = [
             place
-            for at, length in RowStream.ranges_of(self._parcels.rows, start, stop)
+            for at, length in RowStream.ranges_of(self._batches.rows, start, stop)
             for place in lying.part(at, at + length)
         ]
         try:
@@ -696,12 +696,12 @@ class NixlPieces(NixlStream):
         return landing
 
     def _ready_to_land(self) -> tuple[Landing, Lying]:
-        """Memory for the largest parcel, and the source's.
+        """Memory for the largest batch, and the source's.
 
         Raises `HostMemoryFull`, and `TransportMissing` if NIXL cannot have ours.
         """
         if self._landing is None or self._lying is None:
-            landing = Landing(self._parcels.most_bytes)
+            landing = Landing(self._batches.most_bytes)
             try:
                 self._meeting.agent.know(landing, landing.place)
             except Broken as error:

@@ -8,15 +8,15 @@ from ...protocol.errors import Refused, SourceLost, TensorHubError, Unavailable
 from ...protocol.manifest import chunk_count
 from ..base import Sink
 from ..native.reads import Mover
-from ..rows import Parcels, Piecewise
+from ..rows import Batches, Piecewise
 from ..threads import FILES
-from .settings import Claims, TcpSettings
+from .settings import ChunkQueue, TcpSettings
 from .wire import Refusal
 
 # --- How many streams a read has: one more doubling as long as it brings more, and back where it does not.
 #
-#     width = Width(settings, 1)
-#     width.look(now, arrived_bytes)      now and then: how many streams the read should have from now on
+#     count = StreamCount(settings, 1)
+#     count.look(now, arrived_bytes)      now and then: how many streams the read should have from now on
 #
 # Rules:
 # 1. A rate is that of a window of `probe_s`. The window in which streams came or went is not counted.
@@ -34,7 +34,7 @@ GAIN = 1.25  # two streams where one stream's cap is the limit give 2.0; where t
 PAUSES = 8  # windows until the number is tried again that was tried in vain
 
 
-class Width:
+class StreamCount:
     """For one read. Not thread-safe: its first thread asks."""
 
     def __init__(self, settings: TcpSettings, streams: int, *, cores: int, least: int = 1) -> None:
@@ -126,8 +126,8 @@ class Job:
         self.addresses = 1  # of the source
         self.reached: dict[int, None] = {}  # those of several that answered
         self.answered_at = 0  # the one that carries the first stream
-        self.claims = Claims((), 1)
-        self.parcels: Parcels | None = None  # what is wanted, where that is not the source's chunks
+        self.queue = ChunkQueue((), 1)
+        self.batches: Batches | None = None  # what is wanted, where that is not the source's chunks
         self.mover: Mover | None = None  # if it brings the bytes, it also counts them
         self.is_over = False
         self._missing: int | None = None
@@ -139,9 +139,9 @@ class Job:
         self._lock = threading.Lock()
 
     def span(self, chunk: int) -> tuple[int, int]:
-        """Where a chunk, or parcel, begins in the sink's stream, and where it ends."""
-        if self.parcels is not None:
-            return self.parcels.span(chunk)
+        """Where a chunk, or batch, begins in the sink's stream, and where it ends."""
+        if self.batches is not None:
+            return self.batches.span(chunk)
         start, chunk_bytes = chunk * self.sink.chunk_bytes, self.sink.chunk_bytes
         return start, min(start + chunk_bytes, self.sink.stream.size_bytes)
 
@@ -152,15 +152,15 @@ class Job:
         self.reached[at] = None
 
     def note_wanted(self, wanted: Sequence[int], *, size_bytes: int, chunk_bytes: int) -> int:
-        """The sink has begun. Returns how many of them its chunks, or parcels, are worth in full chunks.
+        """The sink has begun. Returns how many of them its chunks, or batches, are worth in full chunks.
 
         `size_bytes` and `chunk_bytes` are the source's. Raises `SourceLost` if that is another content.
         """
         sink = self.sink
         if isinstance(sink, Piecewise):
-            self.parcels = sink.parcels if wanted else None
-            mine, count = (sink.parcels.source_bytes, chunk_bytes), len(sink.parcels)
-            full = -(-sink.parcels.size_bytes // max(1, sink.chunk_bytes))
+            self.batches = sink.batches if wanted else None
+            mine, count = (sink.batches.source_bytes, chunk_bytes), len(sink.batches)
+            full = -(-sink.batches.size_bytes // max(1, sink.chunk_bytes))
         else:
             mine, count = (
                 (sink.stream.size_bytes, sink.chunk_bytes),
@@ -178,7 +178,7 @@ class Job:
 
     def begin(self, wanted: Sequence[int], streams: int, mover: Mover | None) -> None:
         """It is known what is wanted, and who brings it."""
-        self.claims = Claims(wanted, streams)
+        self.queue = ChunkQueue(wanted, streams)
         with self._lock:
             self._missing, self.mover = len(wanted), mover
             is_over = self.is_over
@@ -187,7 +187,7 @@ class Job:
 
     def have(self, streams: int) -> None:
         """So many streams are to bring chunks from now on."""
-        self.claims.streams = streams
+        self.queue.streams = streams
         if self.mover is not None:
             self.mover.have(streams)
 

@@ -15,19 +15,19 @@ from ..base import MAX_MANIFEST_BYTES, Look, OnEnd, Read, Scarce, Sharing, Sink,
 from ..native import shapes
 from ..native.reads import TCP_TILE_BYTES, Mover, mover_for
 from ..rows import PIECES, Piecewise
-from ..threads import Brisk, Thread, block_sigpipe, scope, start
+from ..threads import ShortSwitchInterval, Thread, block_sigpipe, scope, start
 from ..views import Scattered, blocks_of
 from . import wire as tcp_wire
 from .addresses import dial
-from .job import Job, Width
-from .settings import Ahead, TcpSettings
+from .job import Job, StreamCount
+from .settings import TcpSettings, Window
 from .wire import Garbled, Hello, Refusal, Silent, Unreadable, Vanished, Welcome, Wire, WireError, lost
 
 # --- One connection of a read, and what the connections of one read share.
 #
-# All streams of a read are alike: each takes the next chunks that nobody has asked for yet (`Claims`), asks its source
-# for them ahead of their arrival, and receives them straight into the sink's memory. So the prefix grows steadily
-# whatever the streams' speeds: disorder is never more than what is asked for ahead (`Ahead`), which is bounded by time
+# All streams of a read are alike: each takes the next chunks of the queue (`ChunkQueue`), asks its source for
+# them ahead of their arrival, and receives them straight into the sink's memory. So the prefix grows steadily
+# whatever the streams' speeds: disorder is never more than what is asked for ahead (`Window`), which is bounded by time
 # and not by size. A fixed share for each stream would leave a gap as large as the slowest stream's share, and peers
 # that read behind us would starve. It must never: write outside a `writing` block, or touch memory once `opened` has
 # ended.
@@ -96,12 +96,12 @@ class Stream:
         `TensorHubError`, `WireError`.
         """
         self.greet(wants_manifest=False)
-        self.send_parcels()
+        self.send_batches()
         self.await_room()
 
     def await_room(self) -> None:
         """Until the source has taken in what is wanted, where that is not its chunks. Raises `SourceLost`."""
-        if self.job.parcels is None:
+        if self.job.batches is None:
             return
         kind, length, _ = self.receive_header()
         if kind == tcp_wire.GONE:
@@ -115,19 +115,19 @@ class Stream:
             raise Garbled(f"a frame of kind {kind} where the manifest was due")
         return bytes(self.wire.receive_body(length, MAX_MANIFEST_BYTES))
 
-    def send_parcels(self) -> None:
+    def send_batches(self) -> None:
         """Say what is wanted, where that is not the source's chunks."""
-        parcels = self.job.parcels
-        if parcels is not None:
-            with suppress(Vanished):  # it may have said farewell: what it said can still be read
-                self.wire.send_frame(PIECES, payload=[parcels.encode()])
+        batches = self.job.batches
+        if batches is not None:
+            with suppress(Vanished):  # what the source said last can still be read
+                self.wire.send_frame(PIECES, payload=[batches.encode()])
 
     # -- by the mover --------------------------------------------------------------------------------------------------
 
     def mover_for(self, wanted: Sequence[int], streams: int) -> Mover | None:
         """The mover, if it can bring this read's chunks over connections like this one."""
         job = self.job
-        return mover_for(job.settings, job.sink, wanted, streams, TCP_TILE_BYTES, job.parcels)
+        return mover_for(job.settings, job.sink, wanted, streams, TCP_TILE_BYTES, job.batches)
 
     def state_for(self, mover: Mover) -> shapes.StreamState:
         """This connection as the mover sees it."""
@@ -168,7 +168,7 @@ class Stream:
         if state.kind == tcp_wire.WAITING:
             return f"a keepalive with {state.length} B"
         if state.kind == tcp_wire.GONE:
-            return f"a farewell of {state.length} B, where {tcp_wire.MAX_GONE_BYTES} B are the limit"
+            return f"a last word of {state.length} B, where {tcp_wire.MAX_GONE_BYTES} B are the limit"
         came = f"frame {state.kind} with {state.length} B of chunk {state.number}"
         start, stop = self.job.span(state.chunk)
         return f"{came}, where {stop - start} B of chunk {state.chunk} were due"
@@ -188,15 +188,15 @@ class Stream:
         """Ask and receive until nothing is left to ask for, or the read is over."""
         job, asked = self.job, self.asked
         self.chunk_bytes = job.sink.chunk_bytes
-        ahead = Ahead(job.settings, self.chunk_bytes)
+        window = Window(job.settings, self.chunk_bytes)
         last = time.monotonic()
         while not job.is_over:
-            is_wanted = self.index < job.claims.streams  # else another one is not worth having
-            if is_wanted and len(asked) <= ahead.chunks // 2:
-                claimed = job.claims.take(ahead.chunks - len(asked))
+            is_wanted = self.index < job.queue.streams  # else another one is not worth having
+            if is_wanted and len(asked) <= window.chunks // 2:
+                claimed = job.queue.take(window.chunks - len(asked))
                 if claimed:
                     now = time.monotonic()
-                    with suppress(Vanished):  # it may have said farewell: what it said can still be read
+                    with suppress(Vanished):  # what the source said last can still be read
                         self.ask(claimed)
                     asked.extend((chunk, now) for chunk in claimed)
             if not asked:
@@ -208,8 +208,8 @@ class Stream:
             if self._on_fast is not None:
                 before, last = last, time.monotonic()
                 self._judge_speed(last - before)
-            if len(asked) <= ahead.chunks // 2:
-                ahead.adjust(time.monotonic() - asked_at)
+            if len(asked) <= window.chunks // 2:
+                window.adjust(time.monotonic() - asked_at)
 
     def after_each_chunk(self, look: Callable[[], None]) -> None:
         """Call `look` whenever a chunk has come."""
@@ -275,14 +275,14 @@ class Stream:
             if not self._is_lent or chunk in self._doubted:  # who lends it again is asked no third time
                 raise
             self._doubted.add(chunk)
-            with suppress(Vanished):  # it may have said farewell: what it said can still be read
+            with suppress(Vanished):  # what the source said last can still be read
                 self.wire.send_want([chunk], tcp_wire.COPIED)
             self.asked.append((chunk, time.monotonic()))
             return
         job.count_stored()
 
     def next_frame(self) -> tuple[int, int, int]:
-        """The header of the next frame that says something. Raises `SourceLost` if the source says farewell."""
+        """The header of the next frame that says something. Raises `SourceLost` if the source ends the export."""
         while True:
             kind, length, number = self.receive_header()
             if kind == tcp_wire.GONE:
@@ -326,7 +326,7 @@ class TcpRead(Read):
         self._running = 0
         self._is_stopped = False
         self._wide = 1  # as many streams as it opens once the first one is fast
-        self._width: Width | None = None
+        self._stream_count: StreamCount | None = None
         self.streams = 1
 
     # -- what another transport that speaks over a socket does in its own way -----------------------------------------
@@ -355,7 +355,7 @@ class TcpRead(Read):
     # ------------------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        with Brisk():
+        with ShortSwitchInterval():
             self._start(self._lead, 0)
 
     def forget(self) -> None:
@@ -384,7 +384,7 @@ class TcpRead(Read):
     def arrived_bytes(self) -> int:
         return self.job.arrived_bytes
 
-    def _start(self, body: Callable[[int, Brisk], None], index: int) -> None:
+    def _start(self, body: Callable[[int, ShortSwitchInterval], None], index: int) -> None:
         thread = Thread(self._run, args=(body, index), name=f"tensorhub-{self.kind}-read-{index}")
         with self._lock:
             self._running += 1
@@ -398,20 +398,20 @@ class TcpRead(Read):
             if index == 0:
                 raise  # nothing runs yet: the caller is told. A read under way goes on with fewer streams.
 
-    def _run(self, body: Callable[[int, Brisk], None], index: int) -> None:
+    def _run(self, body: Callable[[int, ShortSwitchInterval], None], index: int) -> None:
         """The whole life of one stream's thread; the last one out ends the read."""
         block_sigpipe()
-        with Brisk() as brisk:
+        with ShortSwitchInterval() as interval:
             try:
-                body(index, brisk)
+                body(index, interval)
             except TensorHubError as error:
                 self._fail(error)
             except Exception as error:  # noqa: BLE001 the top of a thread: whatever it is, it ends this read and is reported
                 self._fail(self._unforeseen(error))
-            brisk.again()
+            interval.shorten()
             if index == 0 and self.job.mover is not None:
-                self._attend(self.job.mover, lambda: self._running == 1, told=brisk.over)
-                brisk.again()
+                self._attend(self.job.mover, lambda: self._running == 1, told=interval.restore)
+                interval.shorten()
                 self._tell(self.job.mover)
             with self._lock:
                 self._running -= 1
@@ -445,7 +445,7 @@ class TcpRead(Read):
         """Made here, so that it is no variable of a frame that its cause's traceback knows."""
         return shortages.as_ours(error, f"reading {self.job.key!r} from {self.job.endpoint} failed")
 
-    def _lead(self, index: int, brisk: Brisk) -> None:
+    def _lead(self, index: int, interval: ShortSwitchInterval) -> None:
         """The first stream: learn what there is, decide what is wanted, start the others."""
         job, sink = self.job, self.job.sink
         with self.opened(index) as stream:
@@ -457,17 +457,19 @@ class TcpRead(Read):
             if self.has_links and isinstance(sink.stream, Scarce):
                 most *= SCARCE_TIMES
             streams = max(1, min(most, full * sink.chunk_bytes // settings.stream_bytes, len(wanted)))
-            stream.send_parcels()
+            stream.send_batches()
             if streams > 1:
                 stream.await_room()  # before the others: what there is of it is this one's
             job.generation = welcome.generation
             job.begin(wanted, streams, stream.mover_for(wanted, streams))
             if self.has_links and settings.most_streams > 1:
-                self._width = Width(settings, 1, cores=os.cpu_count() or 1, least=min(streams, job.addresses))
+                self._stream_count = StreamCount(
+                    settings, 1, cores=os.cpu_count() or 1, least=min(streams, job.addresses)
+                )
             if job.mover is not None:
-                self._move(job.mover, stream, streams, brisk)
+                self._move(job.mover, stream, streams, interval)
                 return
-            brisk.over()
+            interval.restore()
             stream.after_each_chunk(self._look)
             if streams > 1 and self._is_patient:
                 stream.when_fast(lambda: self._widen(streams))
@@ -475,7 +477,7 @@ class TcpRead(Read):
                 self._widen(streams)
             stream.pump()
 
-    def _move(self, mover: Mover, stream: Stream, streams: int, brisk: Brisk) -> None:
+    def _move(self, mover: Mover, stream: Stream, streams: int, interval: ShortSwitchInterval) -> None:
         """Let the mover bring the chunks over this connection, and attend to what it asks."""
         state, self._wide = stream.state_for(mover), streams
         state.is_judging_speed = streams > 1 and self._is_patient
@@ -483,14 +485,14 @@ class TcpRead(Read):
         try:
             if not self._is_patient:
                 self._widen(streams)
-            self._attend(mover, lambda: state.status >= 0, told=brisk.over)
+            self._attend(mover, lambda: state.status >= 0, told=interval.restore)
         finally:
-            brisk.again()
+            interval.shorten()
             if state.status < 0:
                 self.job.finish()
             mover.join(state)
             stream.left(state)
-            self._width = None
+            self._stream_count = None
         stream.conclude(state)
 
     def _attend(self, mover: Mover, is_over: Callable[[], bool], told: Callable[[], None] = lambda: None) -> None:
@@ -539,15 +541,15 @@ class TcpRead(Read):
         """One stream is not enough: start the others."""
         if streams > self.streams:
             self._have(streams)
-            if self._width is not None:
-                self._width.set(streams)
+            if self._stream_count is not None:
+                self._stream_count.set(streams)
 
     def _look(self) -> None:
         """Have more streams, or fewer, if that is what the rate says."""
-        width, missing = self._width, self.job.missing
-        if width is None or missing is None or missing < LEAST_CHUNKS * self.streams:
+        count, missing = self._stream_count, self.job.missing
+        if count is None or missing is None or missing < LEAST_CHUNKS * self.streams:
             return
-        streams = width.look(time.monotonic(), self.job.arrived_bytes)
+        streams = count.look(time.monotonic(), self.job.arrived_bytes)
         if streams != self.streams:
             self._have(streams)
 
@@ -558,7 +560,7 @@ class TcpRead(Read):
         for further in range(before, streams):
             self._start(self._follow, further)
 
-    def _follow(self, index: int, brisk: Brisk) -> None:
+    def _follow(self, index: int, interval: ShortSwitchInterval) -> None:
         """A further stream, if there can be one: else the others do its work.
 
         The source may have no connection to spare, or no thread; this process no descriptor; or nobody answers.
@@ -569,12 +571,12 @@ class TcpRead(Read):
                 stream.join_in()
                 state = stream.state_for(mover) if mover is not None else None
                 has_joined = True
-                brisk.over()
+                interval.restore()
                 if mover is None or state is None:
                     stream.pump()
                     return
                 mover.run(state)
-                brisk.again()
+                interval.shorten()
                 stream.left(state)
                 stream.conclude(state)
         except (TensorHubError, OSError, MemoryError) as error:

@@ -15,7 +15,7 @@ from .. import threads
 from .. import threads as shortages
 from ..base import MAX_MANIFEST_BYTES, Export, Scarce
 from ..rows import Room
-from ..threads import Brisk, Thread, block_sigpipe, made, start, tracked
+from ..threads import ShortSwitchInterval, Thread, block_sigpipe, made, start, tracked
 from . import wire as brief
 from . import wire as tcp_wire
 from .addresses import addresses_of, advertised_endpoint, listeners
@@ -393,8 +393,8 @@ class TcpServer:
         """The whole life of one connection."""
         block_sigpipe()
         try:
-            with Brisk() as brisk:
-                self._converse(wire, brisk)
+            with ShortSwitchInterval() as interval:
+                self._converse(wire, interval)
         except Vanished:
             pass  # the reader left; that is its right
         except WireError:
@@ -405,7 +405,7 @@ class TcpServer:
             wire.close(politely=True)
             self._leave(wire)
 
-    def _converse(self, wire: Wire, brisk: Brisk) -> None:
+    def _converse(self, wire: Wire, interval: ShortSwitchInterval) -> None:
         settings = self._settings
         wire.limit_waits(receive_s=settings.most_greeting_s, send_s=settings.patience_s)
         answer = self._judge(wire)
@@ -416,9 +416,9 @@ class TcpServer:
         served, hello = answer
         wire.lending = self.lending(hello)
         try:
-            farewell = self._serve(wire, served, hello, brisk)
-            if farewell is not None and wire.has_lent:
-                wire.send_gone(*farewell)
+            ending = self._serve(wire, served, hello, interval)
+            if ending is not None and wire.has_lent:
+                wire.send_gone(*ending)
                 return wire.await_return(settings.patience_s)
         finally:
             if wire.lending is not None:
@@ -427,8 +427,8 @@ class TcpServer:
                 del served.inside[wire]
                 self._leaving = {k: on for k, all_ in self._leaving.items() if (on := [s for s in all_ if s.inside])}
                 self._changed.notify_all()
-        if farewell is not None:
-            wire.send_gone(*farewell)
+        if ending is not None:
+            wire.send_gone(*ending)
 
     def _judge(self, wire: Wire) -> Refusal | tuple[Served, Hello]:
         """Hear what it wants to read. It is inside the export when this returns, unless it is refused.
@@ -467,7 +467,7 @@ class TcpServer:
         moving = self._moving.get(wire)
         return moving.idle_s if moving is not None else idle_s(wire.idle_since, has_asked=wire.has_asked)
 
-    def _serve(self, wire: Wire, served: Served, hello: Hello, brisk: Brisk) -> tuple[str, str] | None:
+    def _serve(self, wire: Wire, served: Served, hello: Hello, interval: ShortSwitchInterval) -> tuple[str, str] | None:
         """Send what is asked for until the reader leaves (None) or the export ends (code and reason)."""
         export, settings = served.export, self._settings
         wire.send_greeting(Welcome(served.generation, export.chunk_bytes, export.stream.size_bytes))
@@ -476,7 +476,7 @@ class TcpServer:
                 self.introduce(wire, served, hello)
             wire.limit_waits(receive_s=settings.patience_s, send_s=settings.patience_s)
             keepalive_s = max(_MIN_KEEPALIVE_S, min(settings.silence_s, hello.silence_ms / 1000) / 4)
-            brisk.over()
+            interval.restore()
             if hello.has_pieces:
                 return serve_pieces(self, settings, self._room, wire, served, keepalive_s)
             conversation = self.conversation(wire, served, keepalive_s)
@@ -506,7 +506,7 @@ class TcpServer:
             return conversation.run()
         finally:
             with self._changed:
-                wire.has_asked = True  # its farewell is no idleness
+                wire.has_asked = True  # its last word is no idleness
                 del self._moving[wire]
                 conversation.add_to(self._counts)
                 served.sent_bytes += conversation.sent_bytes

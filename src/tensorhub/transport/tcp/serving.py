@@ -1,4 +1,4 @@
-"""One connection of a source: exports as readers see them, the native mover, and reads of parcels."""
+"""One connection of a source: exports as readers see them, the native mover, and reads of batches."""
 
 import ctypes
 import os
@@ -9,7 +9,7 @@ from math import inf
 from typing import Protocol, runtime_checkable
 
 from ...protocol.manifest import chunk_count
-from ..base import Export, Gate
+from ..base import Export, StopFlag
 from ..native import load, shapes
 from ..rows import (
     MAX_PIECES_BYTES,
@@ -18,13 +18,13 @@ from ..rows import (
     RUN,
     BadPieces,
     BadRow,
-    Parcels,
+    Batches,
     Placed,
     Room,
     RowStream,
     table_of,
 )
-from ..threads import Brisk, scope
+from ..threads import ShortSwitchInterval, scope
 from ..views import Scattered, bare_addresses
 from . import wire as tcp_wire
 from .settings import TcpSettings
@@ -45,7 +45,7 @@ class Served:
         self.chunk_count = chunk_count(export.stream.size_bytes, export.chunk_bytes)
         self.inside: dict[Wire, int] = {}  # and the bytes that this reader says it has read
         self.ended: str | None = None
-        self.gate = Gate()  # shut once it has ended
+        self.stop_flag = StopFlag()  # set once it has ended
         self.sent_bytes = 0
 
     def has_ended(self) -> bool:
@@ -53,7 +53,7 @@ class Served:
 
     def end(self, reason: str) -> None:
         self.ended = reason
-        self.gate.shut()
+        self.stop_flag.set()
 
 
 # --- A source's connection that the native mover serves: what Python prepares for it, and how it ends.
@@ -91,7 +91,7 @@ class Conversation:
                 if state.status != shapes.NEEDS_PIPE:
                     return self._end()
                 try:
-                    with Brisk():
+                    with ShortSwitchInterval():
                         pipe = Pipe()
                     state.pipe_in, state.pipe_out = pipe.ends
                 except Unlendable:
@@ -160,38 +160,38 @@ def conversation_for(
     keepalive_s: float,
     *,
     is_announcing: bool,
-    parcels: Parcels | None = None,
+    batches: Batches | None = None,
 ) -> Conversation | None:
     """The mover for this connection; None where Python serves it: no library, or memory that its owner must show.
 
-    `parcels` are what the reader wants in place of the export's chunks.
+    `batches` are what the reader wants in place of the export's chunks.
     """
     library, export = load.library(), served.export
     marks = export.progress.marks
     if library is None or marks is None:
         return None
-    is_touched = not is_announcing or (parcels is not None and any(parcels.flags))
+    is_touched = not is_announcing or (batches is not None and any(batches.flags))
     addresses = bare_addresses(export.stream) if is_touched else None
     if is_touched and (addresses is None or addresses.stop != export.stream.size_bytes):
         return None
     table = table_of(addresses) if addresses is not None else shapes.Table(size=export.stream.size_bytes)
     held: tuple[object, ...] = (addresses,)
-    wanted = _state_of(parcels) if parcels is not None else None
-    if parcels is not None and addresses is not None:
+    wanted = _state_of(batches) if batches is not None else None
+    if batches is not None and addresses is not None:
         try:
-            there = Placed(parcels.rows, addresses)
+            there = Placed(batches.rows, addresses)
         except BadRow:
             return None  # of several pieces of memory: Python asks the stream, run by run
         table, held = there.table, (addresses, there)
-    elif parcels is not None:
-        table = shapes.Table(size=parcels.size_bytes)
+    elif batches is not None:
+        table = shapes.Table(size=batches.size_bytes)
     state = shapes.ServeState(
         table=table,
         chunk_bytes=export.chunk_bytes,
-        chunk_count=served.chunk_count if parcels is None else len(parcels),
-        parcels=ctypes.pointer(wanted) if wanted is not None else None,
+        chunk_count=served.chunk_count if batches is None else len(batches),
+        batches=ctypes.pointer(wanted) if wanted is not None else None,
         progress=ctypes.pointer(marks),
-        ended=ctypes.pointer(served.gate.state),
+        ended=ctypes.pointer(served.stop_flag.state),
         descriptor=wire.sock.fileno(),
         is_announcing=is_announcing,
         keepalive_s=keepalive_s,
@@ -203,22 +203,22 @@ def conversation_for(
         lend_bytes_per_s=settings.lend_rate_bytes_per_s,
         lend_piece_bytes=settings.lend_piece_bytes,
     )
-    return Conversation(library, wire, served, (held, parcels, wanted), state)
+    return Conversation(library, wire, served, (held, batches, wanted), state)
 
 
-def _state_of(parcels: Parcels) -> shapes.Parcels:
-    return shapes.Parcels(
-        bounds=parcels.bounds.buffer_info()[0],
-        flags=ctypes.cast(ctypes.c_char_p(parcels.flags), ctypes.c_void_p).value,
-        count=len(parcels),
-        first_row=parcels.first_row.buffer_info()[0],
-        needs=parcels.rows.needs.buffer_info()[0],
+def _state_of(batches: Batches) -> shapes.Batches:
+    return shapes.Batches(
+        bounds=batches.bounds.buffer_info()[0],
+        flags=ctypes.cast(ctypes.c_char_p(batches.flags), ctypes.c_void_p).value,
+        count=len(batches),
+        first_row=batches.first_row.buffer_info()[0],
+        needs=batches.rows.needs.buffer_info()[0],
     )
 
 
-# --- The source's side of a read of pieces: hears what is wanted, looks at all of it, and sends it parcel by parcel.
+# --- The source's side of a read of pieces: hears what is wanted, looks at all of it, and sends it batch by batch.
 #
-# Like `tcp_server` and `announcing`, between the greetings and the farewell, for any transport that speaks over a
+# Like `tcp_server` and `announcing`, between the greetings and the end, for any transport that speaks over a
 # socket. It must never: begin before every number of what is wanted was looked at, or keep it when the connection is
 # over.
 
@@ -250,26 +250,26 @@ def serve_pieces(
     server: Server, settings: TcpSettings, room: Room, wire: Wire, served: Served, keepalive_s: float
 ) -> tuple[str, str]:
     """Send what is asked for until the export ends: code and reason. Raises `WireError` when the reader leaves."""
-    with _received(room, wire, served) as parcels:
+    with _received(room, wire, served) as batches:
         wire.send_frame(tcp_wire.WAITING)  # there is room: a further stream asks for nothing before it hears that
         conversation = conversation_for(
-            settings, wire, served, keepalive_s, is_announcing=server.is_announcing, parcels=parcels
+            settings, wire, served, keepalive_s, is_announcing=server.is_announcing, batches=batches
         )
         if conversation is not None:
             return "gone", server.serve_natively(wire, served, conversation)
         while True:
-            number, ranges = wire.receive_want(len(parcels))
+            number, ranges = wire.receive_want(len(batches))
             server.heard(wire, served, number)
             for start, stop in ranges:
-                for parcel in range(start, stop):
-                    reason = _await_there(wire, served, parcels, parcel, keepalive_s)
+                for batch in range(start, stop):
+                    reason = _await_there(wire, served, batches, batch, keepalive_s)
                     if reason is not None:
                         return "gone", reason
-                    _send(server, wire, served, parcels, parcel)
+                    _send(server, wire, served, batches, batch)
 
 
 @scope
-def _received(room: Room, wire: Wire, served: Served) -> Iterator[Parcels]:
+def _received(room: Room, wire: Wire, served: Served) -> Iterator[Batches]:
     """What the reader wants, as long as there is room for it."""
     kind, length, _ = wire.receive_header()
     if kind != PIECES:
@@ -282,20 +282,20 @@ def _received(room: Room, wire: Wire, served: Served) -> Iterator[Parcels]:
         export = served.export
         try:
             wanted = wire.receive_body(length, MAX_PIECES_BYTES, within_s=BODY_S)
-            parcels = Parcels.decode(wanted, export.stream.size_bytes, export.chunk_bytes)
+            batches = Batches.decode(wanted, export.stream.size_bytes, export.chunk_bytes)
         except BadPieces as error:
             raise Garbled(f"pieces that cannot be: {error}") from error
-        yield parcels
+        yield batches
 
 
-def _await_there(wire: Wire, served: Served, parcels: Parcels, parcel: int, keepalive_s: float) -> str | None:
+def _await_there(wire: Wire, served: Served, batches: Batches, batch: int, keepalive_s: float) -> str | None:
     """Until all chunks are there that it takes bytes from. Returns why one never will be, or None.
 
     Rows are a peer's wish, and each may span all chunks: what is known to be there is passed over, and nobody is kept
     waiting who ends the export.
     """
-    progress, needs = served.export.progress, parcels.rows.needs
-    for row in range(parcels.first_row[parcel], parcels.first_row[parcel + 1]):
+    progress, needs = served.export.progress, batches.rows.needs
+    for row in range(batches.first_row[batch], batches.first_row[batch + 1]):
         if progress.is_complete:
             break
         for chunk in range(max(needs[2 * row], progress.prefix), needs[2 * row + 1] + 1):
@@ -310,15 +310,15 @@ def _await_there(wire: Wire, served: Served, parcels: Parcels, parcel: int, keep
     return served.ended
 
 
-def _send(server: Server, wire: Wire, served: Served, parcels: Parcels, parcel: int) -> None:
-    if isinstance(server, Announcing) and not parcels.is_sent(parcel):
-        server.announce(wire, parcel, parcel + 1)
+def _send(server: Server, wire: Wire, served: Served, batches: Batches, batch: int) -> None:
+    if isinstance(server, Announcing) and not batches.is_sent(batch):
+        server.announce(wire, batch, batch + 1)
         return
-    start, stop = parcels.span(parcel)
-    rows, stream = parcels.rows, RowStream(served.export.stream, parcels.rows)
-    shortest = min(rows.words[ROW_WORDS * row + RUN] for row in range(*parcels.first_row[parcel : parcel + 2]))
+    start, stop = batches.span(batch)
+    rows, stream = batches.rows, RowStream(served.export.stream, batches.rows)
+    shortest = min(rows.words[ROW_WORDS * row + RUN] for row in range(*batches.first_row[batch : batch + 2]))
     step = min(MAX_BYTES, shortest * MAX_VIEWS)
-    wire.send_header(tcp_wire.CHUNK, parcel, stop - start)
+    wire.send_header(tcp_wire.CHUNK, batch, stop - start)
     for first in range(start, stop, step):
         with stream.reading(first, min(stop, first + step)) as views:
             wire.send(views)

@@ -52,7 +52,7 @@ class TcpSettings:
     far_streams: int = 4  # between sites, all at once: over 50 ms and 1 Gbit/s one got 236 Mbit/s, eight 751; but
     # each has a chunk in flight, which is read again where a site's seed dies
     most_streams: int = (
-        8  # of a read that gets more from each doubling (`tcp_width`): where the path limits each stream,
+        8  # of a read that gets more from each doubling (`tcp_stream_count`): where the path limits each stream,
     )
     # as clouds do to 5 Gbit/s and a long round trip does to its window
     probe_rate_bytes_per_s: float = 5e8  # what comes slower inside a site is held up by its link; a link of 10 Gbit/s
@@ -155,7 +155,7 @@ def limit_waits(sock: socket.socket, *, receive_s: float, send_s: float) -> None
 # It must never: hand out a chunk twice.
 
 
-class Claims:
+class ChunkQueue:
     """The wanted chunks that no stream has asked for yet, in order."""
 
     def __init__(self, wanted: Sequence[int], streams: int) -> None:
@@ -172,7 +172,7 @@ class Claims:
             return self._wanted[first : self._next]
 
 
-class Ahead:
+class Window:
     """How many chunks one stream asks for ahead: two at least, doubled while they arrive sooner than `ahead_s`."""
 
     def __init__(self, settings: TcpSettings, chunk_bytes: int) -> None:

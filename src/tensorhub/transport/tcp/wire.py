@@ -288,7 +288,7 @@ def bounded_send(sock: socket.socket, buffers: Sequence[bytes | memoryview], wit
     try:
         while first < len(pending) and (left_s := deadline - time.monotonic()) > 0:
             try:
-                sent = sock.sendmsg(views.batch(pending, first), (), socket.MSG_DONTWAIT)
+                sent = sock.sendmsg(views.one_call(pending, first), (), socket.MSG_DONTWAIT)
             except BlockingIOError:
                 writable.poll(left_s * 1000)
             else:
@@ -352,7 +352,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     wants_manifest: bool
     is_checking: bool = False
     can_map: bool = False
-    has_pieces: bool = False  # PIECES follows (`parcels`)
+    has_pieces: bool = False  # PIECES follows (`batches`)
     shares: bool = False
 
     def __repr__(self) -> str:
@@ -490,7 +490,7 @@ class Wire:
         first = 0
         try:
             while first < len(pending):
-                sent = self.sock.sendmsg(views.batch(pending, first))
+                sent = self.sock.sendmsg(views.one_call(pending, first))
                 first = views.advance(pending, first, sent)
         except BlockingIOError as error:
             raise Silent("the peer takes no byte") from error
@@ -508,8 +508,8 @@ class Wire:
             while first < len(pending):
                 if deadline is not None and time.monotonic() > deadline:
                     raise Silent("the peer takes too long over its words")
-                batch = views.batch(pending, first)
-                got = self.sock.recv_into(batch[0]) if len(batch) == 1 else self.sock.recvmsg_into(batch)[0]
+                call = views.one_call(pending, first)
+                got = self.sock.recv_into(call[0]) if len(call) == 1 else self.sock.recvmsg_into(call)[0]
                 if got == 0:
                     raise Vanished("the peer closed the connection")
                 self.heard_bytes += got
@@ -671,8 +671,8 @@ class Wire:
 
     @staticmethod
     def decode_gone(body: bytes | bytearray) -> Refusal:
-        """A farewell's body."""
+        """The body of GONE."""
         try:
             return decoded(_refusals, body)
         except Undecodable as error:
-            raise Garbled(f"malformed farewell: {error}") from error
+            raise Garbled(f"malformed last word: {error}") from error

@@ -7,34 +7,34 @@
 
 enum { NEAR_BYTES = 4096 }; /* gathered, and then hashed at once */
 
-/* Where a chunk, or parcel, begins; returns how long it is. */
-uint64_t span_of(const parcels_t *parcels, uint64_t chunk_bytes, uint64_t size, uint64_t chunk, uint64_t *start) {
-    if (parcels) {
-        *start = parcels->bounds[chunk];
-        return parcels->bounds[chunk + 1] - *start;
+/* Where a chunk, or batch, begins; returns how long it is. */
+uint64_t span_of(const batches_t *batches, uint64_t chunk_bytes, uint64_t size, uint64_t chunk, uint64_t *start) {
+    if (batches) {
+        *start = batches->bounds[chunk];
+        return batches->bounds[chunk + 1] - *start;
     }
     *start = chunk * chunk_bytes;
     return size - *start < chunk_bytes ? size - *start : chunk_bytes;
 }
 
-/* A parcel that comes over the socket, also where its reader could fetch it. */
-int is_sent(const parcels_t *parcels, uint64_t chunk) { return parcels && parcels->flags[chunk] & IS_SENT; }
+/* A batch that comes over the socket, also where its reader could fetch it. */
+int is_sent(const batches_t *batches, uint64_t chunk) { return batches && batches->flags[chunk] & IS_SENT; }
 
 /* -- at a source -------------------------------------------------------------------------------------------------- */
 
 /* All chunks that it takes bytes from are there. Rows are a peer's wish, and each may span all chunks: so what is known
  * to be there is passed over, and nobody is kept waiting for the answer who ends the export. */
-int has_parcel(const serve_t *serve, uint64_t parcel) {
-    const parcels_t *parcels = serve->parcels;
+int has_batch(const serve_t *serve, uint64_t batch) {
+    const batches_t *batches = serve->batches;
     const progress_t *progress = serve->progress;
     uint64_t prefix = atomic_load(&progress->prefix);
     if (prefix == progress->count)
         return 1;
-    for (uint64_t row = parcels->first_row[parcel]; row < parcels->first_row[parcel + 1]; row++) {
-        uint64_t first = parcels->needs[2 * row], last = parcels->needs[2 * row + 1];
+    for (uint64_t row = batches->first_row[batch]; row < batches->first_row[batch + 1]; row++) {
+        uint64_t first = batches->needs[2 * row], last = batches->needs[2 * row + 1];
         if (last < prefix)
             continue;
-        if (atomic_load(&serve->ended->is_shut))
+        if (atomic_load(&serve->ended->is_set))
             return 0;
         for (uint64_t chunk = first > prefix ? first : prefix; chunk <= last; chunk++)
             if (!has_chunk(progress, chunk))
@@ -56,7 +56,7 @@ static uint64_t reach_of(const uint64_t *row, uint64_t *bytes) {
         return 0;
     if (__builtin_add_overflow(inner, outer, &reach) || __builtin_add_overflow(reach, run, &reach))
         return 0;
-    return *bytes <= MAX_PARCEL_BYTES ? reach : 0;
+    return *bytes <= MAX_BATCH_BYTES ? reach : 0;
 }
 
 /* Whether rows lie within a stream of `size` bytes: 0, or 1 and the number of the first that does not. Says where each
@@ -148,25 +148,25 @@ int th_digest_tiles(const table_t *memory, const uint64_t *tiles, uint64_t count
 
 /* A tile that came in the order of its source's memory is gone through in its own. */
 static void see_turned(stream_t *stream, uint64_t tile) {
-    const parcels_t *parcels = stream->read->parcels;
-    for (uint64_t row = parcels->first_turn[tile]; row < parcels->first_turn[tile + 1]; row++)
-        see_row(&stream->digest, (uintptr_t)stream->scratch, parcels->turns + ROW_WORDS * row);
+    const batches_t *batches = stream->read->batches;
+    for (uint64_t row = batches->first_turn[tile]; row < batches->first_turn[tile + 1]; row++)
+        see_row(&stream->digest, (uintptr_t)stream->scratch, batches->turns + ROW_WORDS * row);
 }
 
-/* A parcel comes, straight to where it belongs or into scratch memory. `wrong` is its first tile that is not as
+/* A batch comes, straight to where it belongs or into scratch memory. `wrong` is its first tile that is not as
  * announced: the caller judges it, for what the source took back while it was read is not wrong, but lost. */
-int bring_tiles(stream_t *stream, uint64_t parcel, int is_fetched, uint64_t *wrong) {
+int bring_tiles(stream_t *stream, uint64_t batch, int is_fetched, uint64_t *wrong) {
     const read_t *read = stream->read;
-    const parcels_t *parcels = read->parcels;
-    uint64_t start = parcels->bounds[parcel], stop = parcels->bounds[parcel + 1];
+    const batches_t *batches = read->batches;
+    uint64_t start = batches->bounds[batch], stop = batches->bounds[batch + 1];
     uint64_t pair[2] = {(uint64_t)(uintptr_t)stream->scratch, stop - start};
     table_t scratch = {.pairs = pair, .starts = &start, .count = 1, .size = stop};
-    const table_t *into = parcels->flags[parcel] & IS_KEPT ? &scratch : &read->ours;
+    const table_t *into = batches->flags[batch] & IS_KEPT ? &scratch : &read->ours;
     if (into != &scratch)
         have_large_for(read->large, into, start, stop);
-    for (uint64_t tile = parcels->first_tile[parcel]; tile < parcels->first_tile[parcel + 1]; tile++) {
-        uint64_t from = parcels->tiles[tile], to = parcels->tiles[tile + 1];
-        int is_turned = parcels->first_turn[tile] < parcels->first_turn[tile + 1];
+    for (uint64_t tile = batches->first_tile[batch]; tile < batches->first_tile[batch + 1]; tile++) {
+        uint64_t from = batches->tiles[tile], to = batches->tiles[tile + 1];
+        int is_turned = batches->first_turn[tile] < batches->first_turn[tile + 1];
         stream->is_hashing = read->digests && !is_turned;
         if (read->digests)
             digest_begin(&stream->digest, to - from);
@@ -181,13 +181,13 @@ int bring_tiles(stream_t *stream, uint64_t parcel, int is_fetched, uint64_t *wro
     return 0;
 }
 
-/* Put the parts of a parcel that are kept where they belong. */
-void keep_parts(const stream_t *stream, uint64_t parcel) {
-    const parcels_t *parcels = stream->read->parcels;
-    if (!(parcels->flags[parcel] & IS_KEPT))
+/* Put the parts of a batch that are kept where they belong. */
+void keep_parts(const stream_t *stream, uint64_t batch) {
+    const batches_t *batches = stream->read->batches;
+    if (!(batches->flags[batch] & IS_KEPT))
         return;
-    for (uint64_t at = parcels->first_keep[parcel]; at < parcels->first_keep[parcel + 1]; at++) {
-        const keep_t *keep = parcels->keeps + at;
+    for (uint64_t at = batches->first_keep[batch]; at < batches->first_keep[batch + 1]; at++) {
+        const keep_t *keep = batches->keeps + at;
         for (uint64_t i = 0; i < keep->counts; i++)
             for (uint64_t j = 0; j < keep->count; j++)
                 copy_run((unsigned char *)(uintptr_t)(keep->to + i * keep->to_strides + j * keep->to_stride),
