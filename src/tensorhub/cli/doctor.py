@@ -1,4 +1,4 @@
-"""`tensorhub doctor`: which transports work here, at what rate, and what this machine limits."""
+"""`tensorhub doctor`: which transports work here, how fast bytes move, and what this machine limits."""
 
 import json
 import os
@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -31,14 +32,8 @@ from ..transport.native import build, load
 from ..transport.nixl import agent
 from .output import count_text, size_text
 
-# --- `tensorhub doctor`: which transports work on this machine, at what rate, and what to do about those that do not.
-#
-# A transport that works is not always taken: a setting may leave it out, and NIXL has no advantage without its
-# hardware. Then the doctor says so, and why.
-#
-# Whatever could hang or crash runs in a child with a deadline: two workers of its own that move 256 MiB over loopback
-# for each transport, and the question to the reference server. The rest is read from files of the kernel. It must
-# never: hang, change a setting, or need a reference server.
+# --- Transports and ways are measured in child processes with a deadline, because drivers and libraries may hang or
+# crash. The rest is read from files of the kernel. The doctor changes no setting and needs no reference server.
 
 
 SIZE_BYTES = 256 << 20  # 15 ms at the rate of memory, half a second at 4 Gbit/s
@@ -52,6 +47,31 @@ USES = {
     "local": "two workers of one host",
     "nixl": "RDMA, NVLink, CUDA IPC",
     "tcp": "any two hosts",
+}
+QUIET = "measure again when the cores are idle"
+
+
+class Limit(NamedTuple):
+    """What a way is measured beside."""
+
+    text: str
+    least: float  # a way below this share is far below its limit
+    remedy: str
+
+
+WAYS = {
+    "host digest": Limit("a bare copy", 0.3, f"the line `native mover` says how it hashes; {QUIET}"),
+    "local": Limit("a bare copy", 0.2, f"the lines `native mover` and `reading memory`; {QUIET}"),
+    "local from mapped memory": Limit("a bare copy", 0.3, f"the lines `native mover` and `mapping memory`; {QUIET}"),
+    "tcp": Limit("tcp without digests", 0.4, f"give the worker one core more for digests; {QUIET}"),
+    "tcp without digests": Limit("a plain socket", 0.4, f"the line `native mover`; {QUIET}"),
+    "cuda": Limit(
+        "a copy on the device", 0.1, "its path should be `device to device`; is the device busy (nvidia-smi)?"
+    ),
+    "digest on the device": Limit("the device's memory", 0.15, "is the device busy or throttled (nvidia-smi -q)?"),
+    "copy with digest": Limit("a copy on the device", 0.25, "is the device busy or throttled (nvidia-smi -q)?"),
+    "host copy": Limit("the bus, pinned", 0.5, "is the process on the device's NUMA node (nvidia-smi topo -m)?"),
+    "pinned ring": Limit("the bus, pinned", 0.2, f"give the worker four cores for copies; {QUIET}"),
 }
 OTHERWISE = {"nixl": "TENSORHUB_TRANSPORTS=local,tcp goes without it"}  # where it hangs or aborts and says nothing
 
@@ -81,11 +101,36 @@ class Check:
 
 
 @dataclass(frozen=True)
+class Way:
+    """A way of moving or hashing bytes, measured beside its limit."""
+
+    name: str  # in `WAYS`
+    rate_bytes_per_s: int
+    limit_bytes_per_s: int
+
+    @property
+    def is_far_below(self) -> bool:
+        return self.rate_bytes_per_s < WAYS[self.name].least * self.limit_bytes_per_s
+
+    @property
+    def share(self) -> int:
+        """Of the limit, in percent."""
+        return round(100 * self.rate_bytes_per_s / max(1, self.limit_bytes_per_s))
+
+    @property
+    def text(self) -> str:
+        """`5.1 GiB/s, 83 % of a bare copy (6.1 GiB/s)`."""
+        limit = f"{WAYS[self.name].text} ({size_text(self.limit_bytes_per_s)}/s)"
+        return f"{size_text(self.rate_bytes_per_s)}/s, {self.share} % of {limit}"
+
+
+@dataclass(frozen=True)
 class Findings:
     """All of it."""
 
     transports: list[TransportCheck] = field(default_factory=list)
     machine: list[Check] = field(default_factory=list)
+    ways: list[Way] = field(default_factory=list)
 
     @property
     def is_well(self) -> bool:
@@ -96,12 +141,17 @@ class Findings:
 
     def as_json(self) -> str:
         """For programs."""
-        return json.dumps({"is_well": self.is_well, **asdict(self)}, indent=2)
+        slow = [way.name for way in self.ways if way.is_far_below]
+        return json.dumps({"is_well": self.is_well, **asdict(self), "far_below": slow}, indent=2)
 
 
-def check_transport(name: str, *, size_bytes: int = SIZE_BYTES, deadline_s: float = DEADLINE_S) -> TransportCheck:
-    """Start two workers, let one read from the other, and end both."""
+def check_transport(
+    name: str, *, size_bytes: int = SIZE_BYTES, deadline_s: float = DEADLINE_S
+) -> tuple[TransportCheck, list[Way]]:
+    """Start two workers, let one read from the other, and end both. With the ways that were measured on the way."""
     use = USES.get(name, "")
+    if name == "cuda" and not _devices():
+        return TransportCheck(name, False, use, reason="no NVIDIA device is here"), []
     found: Mapping[str, object] = {}
     try:
         with _Child("source", name, str(size_bytes)) as source, _Child("reader", name) as reader:
@@ -112,10 +162,30 @@ def check_transport(name: str, *, size_bytes: int = SIZE_BYTES, deadline_s: floa
     except OSError as error:
         found = {"error": f"no process can be started to try it in: {error}"}
     if "rate_bytes_per_s" in found:
-        return TransportCheck(name, True, use, int(str(found["rate_bytes_per_s"])), str(found["path"]))
+        check = TransportCheck(name, True, use, int(str(found["rate_bytes_per_s"])), str(found["path"]))
+        return check, _ways(found)
     reason = str(found.get("error") or "it gave no answer")
     remedy = str(found.get("hint") or OTHERWISE.get(name, ""))
-    return TransportCheck(name, False, use, reason=reason, remedy=remedy)
+    return TransportCheck(name, False, use, reason=reason, remedy=remedy), []
+
+
+def check_device(*, size_bytes: int = SIZE_BYTES, deadline_s: float = DEADLINE_S) -> tuple[list[Check], list[Way]]:
+    """Copy and hash on the first GPU. A check says why that cannot be; none where no GPU is here, as `GPU` says."""
+    if not _devices():
+        return [], []
+    try:
+        with _Child("device", str(size_bytes)) as child:
+            found = child.answer(deadline_s)
+    except OSError as error:
+        found = {"error": f"no process can be started for it: {error}"}
+    if "ways" in found:
+        return [], _ways(found)
+    return [Check("GPU ways", "note", f"nothing was measured on the device: {found.get('error')}")], []
+
+
+def _ways(found: Mapping[str, object]) -> list[Way]:
+    each = found.get("ways")
+    return [Way(name, round(rate), round(limit)) for name, rate, limit in each] if isinstance(each, list) else []
 
 
 def with_choice(check: TransportCheck, named: tuple[str, ...], nixl: tuple[bool, str]) -> TransportCheck:
@@ -159,9 +229,14 @@ def examine(server: str | None, token: str = "", *, named_by: str = "", size_byt
     machine = machine_checks()
     if server is not None:
         machine.append(check_server(server, token, named_by=named_by))
-    named, nixl = options_without_token().transports, agent.advantage()
-    checks = [with_choice(check_transport(name, size_bytes=size_bytes), named, nixl) for name in PREFERENCE]
-    return Findings(sorted(checks, key=lambda check: [*named, *PREFERENCE].index(check.name)), machine)
+    named, nixl, checks, ways = options_without_token().transports, agent.advantage(), [], []
+    for name in PREFERENCE:
+        check, its = check_transport(name, size_bytes=size_bytes)
+        checks.append(with_choice(check, named, nixl))
+        ways += its
+    device, its = check_device(size_bytes=size_bytes)
+    checks.sort(key=lambda check: [*named, *PREFERENCE].index(check.name))
+    return Findings(checks, machine + device, ways + its)
 
 
 class _Child:
@@ -346,10 +421,14 @@ def _mapping() -> Check:
     return Check("mapping memory", "note", text, "let the seccomp filter pass memfd_create; Linux 5.1 or later")
 
 
+def _devices() -> list[str]:
+    return _names("/proc/driver/nvidia/gpus")
+
+
 def _gpu() -> Check:
-    devices = _names("/proc/driver/nvidia/gpus")
+    devices = _devices()
     if not devices:
-        return Check("GPU", "absent", "no NVIDIA device: weights stay in host memory")
+        return Check("GPU", "absent", "no NVIDIA device: weights stay in host memory, and no way to one is measured")
     words = next(iter(_text("/proc/driver/nvidia/version").splitlines()), "").split()
     driver = next((word for word in words if word[:1].isdigit()), "unknown")
     text = f"{count_text(len(devices), 'NVIDIA device')}, driver {driver}"
@@ -422,14 +501,33 @@ def _limit(value: int) -> str:
 # --- The doctor's findings on one screen: the transports, what of the machine is worth a word, and the verdict.
 
 
-MARKS = {"good": ("ok", "green"), "note": ("note", "yellow"), "bad": ("bad", "red"), "absent": ("absent", "dim")}
+MARKS = {
+    "good": ("ok", "green"),
+    "note": ("note", "yellow"),
+    "slow": ("slow", "yellow"),
+    "bad": ("bad", "red"),
+    "absent": ("absent", "dim"),
+    "measured": ("ok", "green"),  # good, and worth a line all the same
+}
 OFF, NO, NOT_NEEDED = ("off", "dim"), ("no", "yellow"), ("no", "dim")
 
 
 def draw_findings(found: Findings, *, is_long: bool = False) -> RenderableType:
     """`is_long`: a line also for each thing that is well."""
     gap = Text("")
-    return Group(_transports(found.transports), gap, _machine(found.machine, is_long), gap, _verdict(found))
+    machine = _machine([*_way_checks(found.ways, is_long), *found.machine], is_long)
+    return Group(_transports(found.transports), gap, machine, gap, _verdict(found))
+
+
+def _way_checks(ways: list[Way], is_long: bool) -> list[Check]:
+    """One line for each way that is far below its limit, and for the others together."""
+    slow = [each for each in ways if each.is_far_below]
+    checks = [Check(each.name, "slow", f"far below its limit: {each.text}", WAYS[each.name].remedy) for each in slow]
+    rest = [each for each in ways if each not in slow]
+    if is_long:
+        return checks + [Check(each.name, "good", each.text) for each in rest]
+    shares = ", ".join(f"{each.name} {each.share} %" for each in rest)
+    return [*checks, Check("of the limit", "measured", shares)] if rest else checks
 
 
 def _transports(checks: list[TransportCheck]) -> Table:

@@ -1,95 +1,40 @@
-"""What `tensorhub doctor` lets others do: each a process of its own, which may hang or die without harm.
+"""The measuring processes of `tensorhub doctor`. Each may hang or die without harm.
 
-    python -m tensorhub.cli.doctor_child source SCHEME SIZE    exports bytes; prints where they are, lives as stdin
-    python -m tensorhub.cli.doctor_child reader SCHEME         reads them, as stdin says, and prints at what rate
+    python -m tensorhub.cli.doctor_child source SCHEME SIZE    exports bytes, and says where; lives as long as stdin
+    python -m tensorhub.cli.doctor_child reader SCHEME         reads what stdin names; says at what rates
+    python -m tensorhub.cli.doctor_child device SIZE           copies and hashes on the first GPU
     python -m tensorhub.cli.doctor_child server ADDRESS        asks a reference server how it is
 
-Each prints one line of JSON behind a mark, for libraries print too. What does not work is an answer as well: `error`,
-and `hint` if there is one.
+Each prints one line of JSON behind a mark, because libraries print too. Where something does not work, the answer has
+`error`, and perhaps `hint`. `ways` are triples: a name in `doctor.WAYS`, its rate, and the rate of its limit.
 """
 
 import json
-import mmap
 import os
+import socket
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
-from ctypes import addressof, c_char
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 
-from ..memory.digests import Hashing, digest
-from ..memory.streams import HostStream, Piece
-from ..protocol.errors import CorruptTransfer, TensorHubError
-from ..protocol.manifest import DIGEST_BYTES, chunk_count
+from ..memory.digests import build_manifest
+from ..memory.fill import FillSink
+from ..memory.rates import Way, bare_copy, best, device_ways, for_device, on_device, on_host, on_host_mapped
+from ..protocol.errors import TensorHubError
+from ..protocol.names import Digest
 from ..runtime.config import options_without_token, worker_options
 from ..runtime.opening import make_transport
-from ..transport.base import ByteStream, Export, Progress, Terms, Transport, read_to_end
+from ..transport.base import ByteStream, Export, Progress, Transport, read_to_end
 from ..transport.nixl.probe import Probe
+from ..transport.sealed import Unmappable
 from .doctor import MARK
 
-KEY = "doctor"
-ROUNDS = 4  # the first one also touches the memory
+KEY, MAPPED_KEY = "doctor", "doctor-mapped"
 READ_S = 10.0
-PROBE_S = 12.0  # of NIXL: well before the doctor loses patience, so that it hears why
+PROBE_S = 12.0  # of NIXL: shorter than the doctor's deadline, so that the doctor learns why
 ASK_S = 3.0
-
-
-def memory(size_bytes: int, scheme: str) -> ByteStream:
-    """Fresh memory that is really there: on a device for `cuda`."""
-    if scheme == "cuda":
-        from ..memory.cuda import random_memory
-
-        return random_memory(size_bytes)
-    room = mmap.mmap(-1, size_bytes)
-    for page in range(0, size_bytes, mmap.PAGESIZE):
-        room[page] = page >> 12 & 255
-    address = addressof(c_char.from_buffer(room))
-    return HostStream([Piece(0, size_bytes, address, "cpu", address, (room,))])
-
-
-class Measure:
-    """A sink that checks every chunk, and nothing else."""
-
-    is_cross_site = False
-    is_checking = True
-
-    def __init__(self, stream: ByteStream, chunk_bytes: int) -> None:
-        self.stream = stream
-        self.chunk_bytes = chunk_bytes
-        self._digests = b""
-        self._hashing: dict[int, Hashing] = {}
-
-    def begin(self, manifest: bytes) -> Sequence[int]:
-        self._digests = manifest
-        return range(chunk_count(self.stream.size_bytes, self.chunk_bytes))
-
-    def terms(self) -> Terms:
-        return Terms(self._digests, Progress(chunk_count(self.stream.size_bytes, self.chunk_bytes)), ())
-
-    def told(self, size_bytes: int) -> None:
-        """Nobody wants to know."""
-
-    def check(self) -> None:
-        """Everything counts."""
-
-    def observe(self, chunk: int) -> Callable[[memoryview], object]:
-        self._hashing[chunk] = Hashing()
-        return self._hashing[chunk].see
-
-    def touch(self) -> None:
-        pass
-
-    def accept(self, chunk: int, views: Sequence[memoryview]) -> None:
-        hashing = self._hashing.pop(chunk, None)
-        found = hashing.digest() if hashing is not None else digest(views)
-        if found != self._digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]:
-            raise CorruptTransfer(f"chunk {chunk} came with other bytes than were sent")
-
-    def stored(self, chunk: int) -> None:
-        """Nobody reads behind this one."""
-
-    def take(self, chunks: range, digests: Sequence[bytes]) -> None:
-        if b"".join(digests) != self._digests[chunks.start * DIGEST_BYTES : chunks.stop * DIGEST_BYTES]:
-            raise CorruptTransfer(f"chunks {chunks.start} to {chunks.stop} came with other bytes than were sent")
 
 
 def _made(scheme: str) -> Transport:
@@ -100,32 +45,87 @@ def source(scheme: str, size: str) -> None:
     """Export until stdin ends."""
     size_bytes, chunk_bytes = int(size), options_without_token().chunk_bytes
     transport = _made(scheme)
-    stream, digests = memory(size_bytes, scheme), b""
-    for start in range(0, size_bytes, chunk_bytes):
-        with stream.reading(start, min(start + chunk_bytes, size_bytes)) as views:
-            digests += digest(views)
-    progress = Progress(chunk_count(size_bytes, chunk_bytes), complete=True)
-    transport.export(Export(KEY, digests, chunk_bytes, stream, progress))
-    say(endpoint=transport.endpoint, size_bytes=size_bytes, chunk_bytes=chunk_bytes)
+    exported = {KEY: on_device(for_device(size_bytes)) if scheme == "cuda" else on_host(size_bytes)}
+    if scheme == "local":
+        with suppress(Unmappable):  # the line `mapping memory` says why
+            exported[MAPPED_KEY] = on_host_mapped(size_bytes)
+    for key, mine in exported.items():
+        manifest = build_manifest(mine, chunk_bytes)
+        progress = Progress(manifest.chunk_count, complete=True)
+        transport.export(Export(key, manifest.encode(), chunk_bytes, mine.stream, progress))
+    roots = {key: manifest.root() for key in exported}  # all have the same bytes
+    plain = _plain_source(exported[KEY].stream) if scheme == "tcp" else 0
+    say(endpoint=transport.endpoint, size_bytes=exported[KEY].size_bytes, roots=roots, plain=plain)
     sys.stdin.read()
 
 
+def _plain_source(stream: ByteStream) -> int:
+    """Sends all bytes on each connection to this port."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        while True:
+            wire, _ = listener.accept()
+            with wire, suppress(OSError), stream.reading(0, stream.size_bytes) as views:
+                for view in views:
+                    wire.sendall(view)
+
+    threading.Thread(target=serve, daemon=True).start()
+    return int(listener.getsockname()[1])
+
+
+def _read_plain(port: int, stream: ByteStream) -> None:
+    address, size_bytes = ("127.0.0.1", port), stream.size_bytes
+    with socket.create_connection(address, READ_S) as wire, stream.writing(0, size_bytes) as views:
+        for view in views:
+            while view and (got := wire.recv_into(view)):
+                view = view[got:]
+
+
 def reader(scheme: str) -> None:
-    """Read what stdin names, a few times; the best counts."""
+    """Read what stdin names, beside what limits that."""
     told = json.loads(sys.stdin.readline())
-    transport = _made(scheme)
-    stream = memory(told["size_bytes"], scheme)
+    size_bytes, transport = told["size_bytes"], _made(scheme)
     why_not = transport.why_not(told["endpoint"])
     if why_not is not None:
         return say(error=why_not)
-    rates = []
-    for _ in range(ROUNDS):
-        began = time.perf_counter()
-        path = read_to_end(transport, told["endpoint"], KEY, Measure(stream, told["chunk_bytes"]), within_s=READ_S)
-        rates.append(told["size_bytes"] / (time.perf_counter() - began))
+    mine, paths = on_device(size_bytes) if scheme == "cuda" else on_host(size_bytes), []
+
+    def rate(key: str, *, is_verified: bool = True) -> float:
+        def once() -> None:
+            sink = FillSink(mine, Digest(told["roots"][key]), verify="full" if is_verified else "none")
+            paths.append(read_to_end(transport, told["endpoint"], key, sink, within_s=READ_S))
+
+        return best(once, size_bytes)
+
+    found = rate(KEY)
+    path = paths[-1]
     if isinstance(probed := getattr(transport, "probed", None), Probe):
         path += f"; NIXL {probed.version}"
-    say(rate_bytes_per_s=round(max(rates[1:])), path=path)
+    ways: list[Way] = []
+    if scheme == "tcp":
+        unverified, plain = (
+            rate(KEY, is_verified=False),
+            best(partial(_read_plain, told["plain"], mine.stream), size_bytes),
+        )
+        chunk_bytes = options_without_token().chunk_bytes
+        hashed = best(lambda: build_manifest(mine, chunk_bytes, threads=1), size_bytes)
+        ways = [
+            ("tcp", found, unverified),
+            ("tcp without digests", unverified, plain),
+            ("host digest", hashed, bare_copy(mine)),
+        ]
+    elif scheme in ("local", "cuda"):
+        ways = [(scheme, found, copy := bare_copy(mine))]
+        if MAPPED_KEY in told["roots"]:
+            ways.append(("local from mapped memory", rate(MAPPED_KEY), copy))
+    say(rate_bytes_per_s=round(found), path=path, ways=ways)
+
+
+def device(size: str) -> None:
+    """What the first GPU does, beside bare copies on it and over its bus."""
+    reason, ways = device_ways(int(size), options_without_token().chunk_bytes)
+    say(error=reason) if reason else say(ways=ways)
 
 
 def server(address: str) -> None:
@@ -147,7 +147,7 @@ def say(**answer: object) -> None:
 
 def main(role: str, *arguments: str) -> None:
     """Do it, or say why not; leave at once, whatever threads are about."""
-    roles: dict[str, Callable[..., None]] = {"source": source, "reader": reader, "server": server}
+    roles: dict[str, Callable[..., None]] = {"source": source, "reader": reader, "device": device, "server": server}
     try:
         roles[role](*arguments)
     except TensorHubError as error:

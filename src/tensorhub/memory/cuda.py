@@ -487,9 +487,3 @@ def _as_bytes(piece: Piece) -> torch.Tensor:
         f"tensors on {piece.device} overlap in memory but belong to different storages",
         hint="register one tensor over the whole memory, and its views",
     )
-
-
-def random_memory(size_bytes: int) -> CudaStream:
-    """Random bytes on the current device, for measurements."""
-    memory = torch.randint(0, 256, (size_bytes,), dtype=torch.uint8, device="cuda")
-    return CudaStream([Piece(0, size_bytes, memory.data_ptr(), str(memory.device), memory.data_ptr(), (memory,))])
