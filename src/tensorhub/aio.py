@@ -87,16 +87,13 @@ async def open(
     return await _join(model, replica, shard, shards, reliable, options)
 
 
-async def _join(
-    model: str, replica: str, shard: int, shards: int, reliable: bool, options: Options, companions: Sequence[str] = ()
-) -> "Weights":
-    """`companions`: the other models of its set."""
+async def _join(model: str, replica: str, shard: int, shards: int, reliable: bool, options: Options) -> "Weights":
     model, replica, shard, shards = check_place(model, replica, shard, shards)
     if not isinstance(reliable, bool):
         raise UsageError(f"reliable={reliable!r} is neither True nor False")
     deadline, thread = time.monotonic() + options.connect_s, loop_thread()
     while True:
-        opening = open_client(model, replica, shard, shards, reliable, options, deadline, companions=companions)
+        opening = open_client(model, replica, shard, shards, reliable, options, deadline)
         try:
             return Weights(await thread.here(opening, undo=leave_at_once), thread)
         except Refused:  # this user's first server may have made the token after this worker looked for it

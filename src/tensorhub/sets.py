@@ -1,28 +1,32 @@
-"""A set: models that are published one by one, and of which a reader has all under one number, or none.
+"""Models with trainers of their own, read under one number: `open_set`.
 
-The target and the draft of speculative decoding, or actor and critic, often have trainers of their own. Each publishes
-its model under the numbers of the whole. A version of the set is a number that all of them have published. `open_set`
-joins all of the models at once; what it calls resolves to one number for all of them, on all shards.
+Models of one trainer need no set. `register({"target": target, "draft": draft})` makes them one model, and each version
+of it has both.
 """
 
+import asyncio
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from . import aio
 from .group import Several, all_or_none, leave, together
 from .memory.registration import register as register_tensors
-from .protocol.errors import UsageError
+from .protocol.errors import GroupMismatch, UsageError, VersionUnavailable
 from .protocol.layout import Box
 from .protocol.manifest import Json
-from .protocol.messages import MAX_COMPANIONS, Spec, parse_spec
-from .runtime.config import MAX_SECONDS, Options, check_name, parse_seconds, worker_options
+from .protocol.messages import PREFETCHED, Spec, parse_spec, steps_back
+from .protocol.names import Version
+from .runtime.config import check_name, parse_seconds, worker_options
 from .runtime.loops import loop_thread
-from .runtime.questions import plain_spec, wait_for_version
-from .runtime.sets import SetCalls
+from .runtime.questions import available_versions, plain_spec, wait_for_version
 
 if TYPE_CHECKING:
     from .memory.registration import type_of_dtype, type_of_weights
+
+TRIES = 4  # a number may be lost, and shards may choose different ones, while a version is published
+
+Known = Mapping[str, Sequence[int]]  # by model: the versions that can be had, newest first
 
 
 def open_set(
@@ -46,12 +50,11 @@ def open_set(
     timeout: float | None = None,
     call_timeout: float | None = None,
 ) -> "WeightsSet":
-    """Join each of these models (2 to 16) as one shard of the replica of that name; the rest is as in `tensorhub.open`.
+    """Join each of these models as one shard of the replica of that name; the rest is as in `tensorhub.open`.
 
-    `host_bytes` is for each model. Where one of them cannot be joined none is. Raises as `tensorhub.open` does.
+    `host_bytes` is for each model. If one model cannot be joined, none is. Raises as `tensorhub.open` does.
     """
-    names = _models(models)
-    began = time.monotonic()
+    names, began = _models(models), time.monotonic()
     options = worker_options(
         server=server,
         site=site,
@@ -69,44 +72,29 @@ def open_set(
     )
 
     async def join() -> list[aio.Weights]:
-        return await all_or_none(
-            [aio._join(name, replica, shard, shards, reliable, options, sorted({*names} - {name})) for name in names]
-        )
+        return await all_or_none([aio._join(name, replica, shard, shards, reliable, options) for name in names])
 
     what = f"open_set of {'+'.join(names)}/{replica}[{shard}]"
-    opened = loop_thread().wait(join(), deadline=began + options.connect_s, what=what, undo=leave)
-    return WeightsSet(names, opened, options)
+    return WeightsSet(names, loop_thread().wait(join(), deadline=began + options.connect_s, what=what, undo=leave))
 
 
 class WeightsSet(Several):
     """One shard of each model of a set, in this process. Made by `open_set`; a context manager.
 
-    `replicate` and `update` bring one version of all models, or none: `version` is a number only while all of them hold
-    it, and whoever computes with the models asks that. What is held is not given up before each model has a source
-    of the new version within reach. A call that fails after that may leave some models with the new version: then
-    `version` is None until a call succeeds. `mutating` claims its number in one model after the other; where one of
-    them refuses it the others are published again as what they were. All else is done for each of the models.
+    Each model is a worker of its own, and the server knows nothing of the set. `version` is a number only while all
+    models hold it. A call that fails may leave them with different versions: `version` is None until a call succeeds.
     """
 
-    def __init__(self, models: Sequence[str], members: list[aio.Weights], options: Options) -> None:
+    def __init__(self, models: Sequence[str], members: list[aio.Weights]) -> None:
         me = members[0]._client.me
         super().__init__(members, f"{'+'.join(models)}/{me.replica}[{me.shard}]")
-        self._models, self._options = tuple(models), options
-        by_name = sorted(zip(models, members, strict=True), key=lambda each: each[0])  # the same order on all shards
-        self._calls = SetCalls([member._client for _, member in by_name], self._name)
+        self.models = tuple(models)  # their names, in order
 
     def __repr__(self) -> str:
         return f"<WeightsSet {self._name}>"
 
     def __enter__(self) -> "WeightsSet":
         return self
-
-    @property
-    def models(self) -> tuple[str, ...]:
-        """Their names, in order."""
-        return self._models
-
-    # --- calls --------------------------------------------------------------------------------------------------------
 
     def register(
         self,
@@ -120,135 +108,148 @@ class WeightsSet(Several):
 
         Tensors that cannot be taken are refused before any model has let go of what it had.
         """
-        if not isinstance(tensors, Mapping) or sorted(tensors) != sorted(self._models):
-            given = ", ".join(map(str, tensors)) if isinstance(tensors, Mapping) else type(tensors).__name__
-            text = f"tensors of {self._name} are a mapping of {', '.join(self._models)}, not {given}"
-            raise UsageError(text, hint="a module or a mapping of tensors for each model, by its name")
-        strange = [name for name in boxes or () if name not in self._models]
-        if strange:
-            raise UsageError(f"boxes of {self._name} for {strange[0]!r}, which is none of its models")
+        for what, given in (("tensors", tensors), ("boxes", dict.fromkeys(self.models) if boxes is None else boxes)):
+            if not isinstance(given, Mapping) or sorted(given) != sorted(self.models):
+                found = ", ".join(map(str, given)) if isinstance(given, Mapping) else type(given).__name__
+                text = f"{what} of {self._name} are a mapping of {', '.join(self.models)}, not {found}"
+                raise UsageError(text, hint="a module or a mapping for each model, by its name")
         self._members[0]._check_process()
         taken = [
-            register_tensors(tensors[name], dtype, None if boxes is None else boxes.get(name, {}), partial=partial)
-            for name in self._models
+            register_tensors(tensors[name], dtype, boxes[name] if boxes is not None else None, partial=partial)
+            for name in self.models
         ]
-        every = zip(self._members, taken, self._models, strict=True)
-        works = [member.take(one, of=tensors[name]) for member, one, name in every]
-        self._wait(works, None, "register()")
-
-    def publish(
-        self, version: int, *, metadata: Mapping[str, object] | None = None, timeout: float | None = None
-    ) -> int:
-        """As `Weights.publish`, of all. Where one model fails, others may be published: it is no version of the set."""
-        self._calls.check_idle("publish")
-        return super().publish(version, metadata=metadata, timeout=timeout)
-
-    def unpublish(self, *, timeout: float | None = None) -> None:
-        """As `Weights.unpublish`, of all."""
-        self._calls.check_idle("unpublish")
-        super().unpublish(timeout=timeout)
-        self._calls.forget()
-
-    def suspend(self, *, timeout: float | None = None) -> None:
-        """As `Weights.suspend`, of all."""
-        self._calls.check_idle("suspend")
-        super().suspend(timeout=timeout)
-
-    def pin(self, version: int, *, timeout: float | None = None) -> None:
-        """As `Weights.pin`, in all of the models or, where one of them has no such version, in none."""
-
-        async def pin() -> None:
-            done: list[aio.Weights] = []
-            try:
-                for member in self._members:
-                    if version not in member._client.driver.worker.pins:
-                        await member.pin(version, timeout=timeout)
-                        done.append(member)
-            except BaseException:
-                await together([member.unpin(version, timeout=timeout) for member in done])
-                raise
-
-        self._wait([pin()], timeout, f"pin({version!r})")
+        every = zip(self._members, taken, self.models, strict=True)
+        self._wait([member.take(one, of=tensors[name]) for member, one, name in every], None, "register()")
 
     def replicate(self, spec: Spec = "latest", *, wait: bool = False, timeout: float | None = None) -> int:
         """Fill all models with one version, verified. Returns it when all shards of the replica have it.
 
-        "latest" is the newest number that each of the models has; a number that one of them lacks is
-        `VersionUnavailable`, or waited for with `wait=True`. Raises as `Weights.replicate` does.
+        "latest" is the newest number that all models have, and is waited for. A number that one of them lacks is
+        `VersionUnavailable`, which names that model; `wait=True` waits for it. Raises as `Weights.replicate` does.
         """
         if not isinstance(wait, bool):
             raise UsageError(f"wait={wait!r} is neither True nor False")
-        return self._fill("replicate", spec, timeout, waits=wait)
+        return self._fill("replicate", spec, timeout, waits=wait, floor=None)
 
     def update(self, spec: Spec = "latest", *, timeout: float | None = None) -> int:
-        """Leave the version held for a newer one of all models, if there is one. Returns the version now held.
+        """Leave the version held for a newer one that all models have, if there is one. Returns the version now held.
 
-        It never goes behind what all of them have held. "prefetched" is the newest version that all of them, on every
-        shard, have whole in host memory. Raises as `Weights.update` does.
+        A number that one of the models has lost is passed over. Raises as `Weights.update` does.
         """
-        return self._fill("update", spec, timeout)
+        return self._fill("update", spec, timeout, waits=False, floor=self.version)
 
     def wait_for(self, spec: Spec = "latest", *, timeout: float | None = None) -> int:
-        """Wait until all of the models have the version, or a newer one. Returns what there is then."""
+        """Wait until all models have the version, or a newer one. Returns the newest that all have then."""
+        number = _parsed(spec, "wait_for")
 
-        async def wait() -> int:
-            first, *others = self._models
-            deadline = self._members[0]._deadline(timeout)
-            return await wait_for_version(self._options, first, spec, deadline, companions=others)
+        def newest(common: Sequence[int]) -> int | None:
+            return common[0] if common and (number is None or common[0] >= number) else None
 
-        return self._wait([wait()], timeout, f"wait_for({spec!r})")[0]
-
-    def wait_held(self, version: int, fraction: float = 1.0, *, timeout: float | None = None) -> tuple[str, ...]:
-        """As `Weights.wait_held`, in each of the models. Returns the replicas that are said of all of them."""
-        found = self._all(lambda m: m.wait_held(version, fraction, timeout=timeout), timeout, f"wait_held({version!r})")
-        return tuple(name for name in found[0] if all(name in each for each in found))
-
-    # --- how things are -----------------------------------------------------------------------------------------------
+        pick = newest if number is not None else _picks(spec)
+        return self._wait([self._choose(pick, self._members[0]._deadline(timeout))], timeout, f"wait_for({spec!r})")[0]
 
     @property
     def metadata(self) -> dict[str, dict[str, Json]] | None:
         """By model, what its publisher said of the version that all of them hold; None if there is none."""
         held = self.version
-        found = {name: member.metadata for name, member in zip(self._models, self._members, strict=True)}
-        return None if held is None else {name: each or {} for name, each in found.items()}
+        return None if held is None else {name: each.metadata or {} for name, each in self._by_model()}
 
     def statistics(self) -> dict[str, dict[str, object]]:
         """Counters of each model's worker, by model."""
-        return {name: member.statistics() for name, member in zip(self._models, self._members, strict=True)}
+        return {name: member.statistics() for name, member in self._by_model()}
 
-    # ------------------------------------------------------------------------------------------------------------------
+    def _by_model(self) -> list[tuple[str, aio.Weights]]:
+        return list(zip(self.models, self._members, strict=True))
 
-    def _claim(self, version: int, timeout: float | None, begun: list[aio.Weights]) -> None:
-        self._calls.check_idle("mutating")
+    def _fill(self, verb: str, spec: Spec, timeout: float | None, *, waits: bool, floor: int | None) -> int:
+        number = _parsed(spec, verb)
         deadline = self._members[0]._deadline(timeout)
-        patience_s = min(MAX_SECONDS, deadline - time.monotonic() + self._calls.back_s)
-
-        async def claim() -> None:
-            await self._calls.claim(version, deadline)
-            begun.extend(self._members)
-
-        self._wait([claim()], patience_s, f"mutating(version={version!r})")
-
-    def _fill(self, verb: str, spec: Spec, timeout: float | None, *, waits: bool = False) -> int:
-        spec = plain_spec(spec)
-        parse_spec(spec, verb)
 
         async def fill() -> int:
-            return await self._calls.fill(verb, spec, self._members[0]._deadline(timeout), waits=waits)
+            for member in self._members:
+                member._client.check_may_call(verb)
+            for more in range(TRIES - 1, -1, -1):
+                version = await self._version_of(spec, number, deadline, waits=waits, floor=floor)
+                try:
+                    left_s = max(deadline - time.monotonic(), 0.001)
+                    await together([member.replicate(version, timeout=left_s) for member in self._members])
+                    return version
+                except (GroupMismatch, VersionUnavailable):
+                    if not more or number is not None:
+                        raise
+            raise AssertionError("the last try returns or raises")
 
         works: list[Coroutine[object, object, int]] = [fill()]
         return self._wait(works, timeout, f"{verb}({spec!r})")[0]
 
+    async def _version_of(
+        self, spec: Spec, number: Version | None, deadline: float, *, waits: bool, floor: int | None
+    ) -> int:
+        """The number that all models are filled with."""
+        if number is None:
+            pick = _picks(spec)
+            return await self._choose(lambda common: _not_behind(pick(common), floor), deadline)
+        if floor is not None and floor >= number:
+            return floor
+        return await self._choose(lambda common: number if number in common else None, deadline, number, waits=waits)
+
+    async def _choose(
+        self,
+        pick: Callable[[Sequence[int]], int | None],
+        deadline: float,
+        number: Version | None = None,
+        *,
+        waits: bool = True,
+    ) -> int:
+        """What `pick` takes of the numbers that all models have. Waits for one, or raises for want of `number`."""
+        options = self._members[0]._client.options
+        while True:
+            found = await asyncio.gather(*(available_versions(options, name, deadline) for name in self.models))
+            known: Known = dict(zip(self.models, found, strict=True))
+            version = pick([each for each in found[0] if all(each in other for other in found)])
+            if version is not None:
+                return version
+            behind = min(self.models, key=lambda name: known[name][0] if known[name] else -1)  # it has to publish next
+            newest = known[behind][0] if known[behind] else None
+            if number is not None:
+                _check_may_come(number, known, waits=waits)
+            await wait_for_version(options, behind, "latest" if newest is None else newest + 1, deadline)
+
 
 def _models(models: object) -> tuple[str, ...]:
     """Their names. Raises `UsageError`."""
-    if isinstance(models, str) or not isinstance(models, Sequence):
+    if isinstance(models, str) or not isinstance(models, Sequence) or not models:
         raise UsageError(f"models={models!r} is no list of names", hint='open_set(["target", "draft"], …)')
     names = tuple(check_name(name, "a model") for name in models)
-    if not 2 <= len(names) <= 1 + MAX_COMPANIONS:
-        text = f"a set of {len(names)} models, not of 2 to {1 + MAX_COMPANIONS}"
-        raise UsageError(text, hint="open() is for one model" if len(names) == 1 else None)
-    twice = [name for name in names if names.count(name) > 1]
-    if twice:
-        raise UsageError(f"models={list(names)} names {twice[0]!r} twice")
+    if len(set(names)) < len(names):
+        raise UsageError(f"models={list(names)} names a model twice")
     return names
+
+
+def _parsed(spec: Spec, verb: str) -> Version | None:
+    if plain_spec(spec) == PREFETCHED:
+        raise UsageError(f"{verb}({PREFETCHED!r}) on a set", hint='a set takes an integer, "latest" or "latest-N"')
+    return parse_spec(plain_spec(spec), verb)
+
+
+def _picks(spec: Spec) -> Callable[[Sequence[int]], int | None]:
+    """Of versions, newest first, the one that "latest" or "latest-N" names."""
+    back = steps_back(str(plain_spec(spec)))
+    return lambda common: common[back] if len(common) > back else None
+
+
+def _not_behind(version: int | None, floor: int | None) -> int | None:
+    """An update never goes back."""
+    return floor if floor is not None and (version is None or version < floor) else version
+
+
+def _check_may_come(number: Version, known: Known, *, waits: bool) -> None:
+    """Raises `VersionUnavailable` if a model lacks that number, and it is not waited for or has been passed by."""
+    for name, versions in known.items():
+        is_passed = bool(versions) and versions[0] > number
+        if number not in versions and (is_passed or not waits):
+            has = f"its newest version is {versions[0]}" if versions else "it has no version yet"
+            hint = (
+                'numbers only rise: replicate("latest")' if is_passed else "replicate(version, wait=True) waits for it"
+            )
+            raise VersionUnavailable(f"{name} has no version {number}; {has}", hint=hint)

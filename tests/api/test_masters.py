@@ -187,49 +187,6 @@ def test_what_goes_wrong_with_the_readers_is_raised_by_the_next_call(masters, dr
     assert trainer.publish(2) == 2
 
 
-@pytest.fixture
-def models(server):
-    """A set of two models with masters, which fetches ahead; and its masters."""
-    trained = {name: {"w": np.ones(SIZE, np.float32)} for name in ("a", "b")}
-    found = tensorhub.open_set(list(trained), replica="t", server=server.address, prefetch="always")
-    found.register(trained, dtype="float16")
-    yield found, trained
-    found.close(timeout=3)
-
-
-def test_an_update_of_a_set_to_what_was_fetched_ahead_waits_for_the_unpublish_before_it(models, drained):
-    trainer, trained = models
-    trainer.publish(1)
-    trainer.unpublish(timeout=20)
-    for spec in ("prefetched", "latest"):
-        with pytest.raises(tensorhub.DeadlineExceeded, match="waits for those who still read the version before"):
-            trainer.update(spec, timeout=0.3)
-    trained["a"]["w"] += 1
-    drained.set()
-    assert trainer.publish(2, timeout=20) == trainer.update("prefetched", timeout=20) == 2
-
-
-def test_what_was_being_unpublished_is_not_published_again_where_a_claim_fails(models, drained, server):
-    trainer, trained = models
-    trainer.publish(1)
-    trainer.unpublish(timeout=20)
-    with tensorhub.open("b", replica="other", server=server.address) as other:
-        other.register(trained["b"], dtype="float16")
-        other.publish(5)
-
-        def claim():
-            with trainer.mutating(version=2, timeout=20):
-                pytest.fail("the block ran")
-
-        def end():
-            eventually(lambda: trainer._members[0]._client.turn.calling == "mutating", "it has begun")
-            drained.set()
-
-        refused, _ = in_threads(claim, end)
-    assert isinstance(refused, tensorhub.VersionConflict)
-    assert [member.version for member in trainer._members] == [None, None]
-
-
 def _unpublished(weights):
     with contextlib.suppress(tensorhub.NotDrained, tensorhub.DeadlineExceeded):
         weights.unpublish(timeout=2)

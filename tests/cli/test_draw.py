@@ -190,14 +190,6 @@ def test_where_all_is_lost_nobody_reads_that_nothing_was_published() -> None:
     assert "nothing published" not in text
 
 
-def test_what_a_set_begins_with_has_the_name_that_its_caller_knows() -> None:
-    choice = CallView(1, "choose", "latest", None, "waiting", "draft has none")
-    reader = ReplicaView("r", 1, (worker(0, "empty", None),), choice)
-    text = words(drawn(Status("p", 1.0, 0.0, (ModelView("draft", 1, None, 64, (), (reader,)),), (), {}), 160))
-    assert 'replicate or update("latest") of a set, waiting: draft has none' in text
-    assert "choose" not in text
-
-
 def test_who_has_claimed_a_number_and_who_has_pinned_one_is_named() -> None:
     trainer = ReplicaView("t", 1, (worker(0, "empty", None, claim=8),), None)
     keeper = ReplicaView("r", 2, (worker(0, pins=(6,)), worker(1, pins=(6,))), None)

@@ -1,7 +1,5 @@
 """Which version a call means, of which the transcripts show the rest."""
 
-from msgspec.structs import replace
-
 from tensorhub.protocol.messages import CallReport, Holding, Poisoned
 from tensorhub.protocol.names import Digest, ModelName, ReplicaName, Version
 from tensorhub.server.groups import GroupCall
@@ -37,23 +35,3 @@ def test_who_is_in_the_call_before_and_was_cut_short_may_have_had_more() -> None
     holds(fleet, "new", TWO)
     fleet.says(SECOND, shards=2, buffer=Poisoned(), call=again, ended=3)
     assert call_of(fleet).version == TWO
-
-
-def test_what_was_chosen_for_a_set_stays_though_one_shard_takes_its_call_back_for_a_moment() -> None:
-    """No honest worker does that without an end to its call."""
-    fleet = Fleet()
-    holds(fleet, "old", ONE)
-    call = CallReport(1, "choose", "latest")
-    for who in (FIRST, SECOND):
-        fleet.says(who, shards=2)
-    fleet.says(SECOND, shards=2, call=call)
-    fleet.says(SECOND, shards=2)
-    fleet.says(FIRST, shards=2, call=call)
-    assert (call_of(fleet).version, call_of(fleet).is_over) == (ONE, False)
-    holds(fleet, "new", TWO)
-    fleet.says(SECOND, shards=2, call=call)
-    assert (call_of(fleet).version, call_of(fleet).is_over) == (ONE, False), "the first shard has heard so"
-    for who in (FIRST, SECOND):
-        assert not call_of(fleet).is_over, "each hears the number before one ends"
-        fleet.says(who, shards=2, call=replace(call, resolved=ONE))
-    assert call_of(fleet).is_over

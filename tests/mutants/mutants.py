@@ -279,8 +279,8 @@ MUTANTS = (
     ),
     Mutant(
         "the old version is withdrawn before a source of the new one is open",
-        " and worker.has_within_reach(version) and not call.is_held_back:\n",
-        " and not call.is_held_back:\n",
+        " and worker.has_within_reach(version):\n",
+        ":\n",
     ),
     Mutant(
         "a withdrawn version that was not overwritten is not restored",
@@ -896,44 +896,5 @@ MUTANTS = (
         "a reader in the same site reads across as well",
         "    return read.grant.to_host or not isinstance(buffer, Holding | Withdrawing)\n",
         "    return True\n",
-    ),
-    Mutant(
-        "one model of a set is updated without the others",
-        "worker.has_within_reach(version) and not call.is_held_back:\n",
-        "worker.has_within_reach(version):\n",
-    ),
-    Mutant(
-        "a version that a set needs is dropped",
-        "            retained.update(dict.fromkeys(versions[: self.retain]))\n",
-        "            pass\n",
-    ),
-    Mutant(
-        "a set is not told that its last model has the version",
-        "            state.mark_waiting_dirty(state.models[name], NEWS)\n    if former is None or former.newest_est",
-        "            pass\n    if former is None or former.newest_est",
-    ),
-    Mutant(
-        "an update of a set goes back",
-        "    if floor is None or version >= floor:\n"
-        "        return version, None\n"
-        "    newer = [each for each in model.available(c",
-        "    if True:\n        return version, None\n    newer = [each for each in model.available(c",
-    ),
-    Mutant(
-        "an update of a set loses what its members hold",
-        "    if held is not None and is_enough(call.spec, held, version):\n"
-        "        return held, None\n"
-        "    if version is None:\n",
-        "    if version is None:\n",
-    ),
-    Mutant(
-        "shards of different sets are in one call",
-        "    return named[0] if named.count(named[0]) == len(named) else None\n",
-        "    return named[0]\n",
-    ),
-    Mutant(
-        "a set gets an older version right after a restart",
-        "    if not (is_heard and admission.is_whole(state, model, replica)):\n",
-        "    if not admission.is_whole(state, model, replica):\n",
     ),
 )

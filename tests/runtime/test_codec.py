@@ -135,7 +135,7 @@ ME = worker_id("m", "r", 0)
 FAILURE = Failure("corrupt-transfer", "why", "what to do")
 GRANT = Grant(Ticket(3), Version(1), Digest("ab"), ME, ("tcp://h:1",), "the nearest")
 WORDY = [  # each kind of message with a text in each place that has one
-    replace(hello(token="t"), endpoints=("tcp://h:1",), site="s", host="h", place="p", companions=("draft",)),
+    replace(hello(token="t"), endpoints=("tcp://h:1",), site="s", host="h", place="p"),
     Report(
         1,
         buffer=Holding(Version(3), Digest("ab")),
@@ -209,8 +209,6 @@ def test_server_and_client_take_the_same_names(name):
     for words in ({"model": name}, {"replica": name}):
         ((_, refusal),) = server.handle(hello(**words), sender="line", now=0.0)
         assert (refusal.code, refusal.hint) == ("usage", NAME_RULE)
-    with pytest.raises(Malformed):
-        decode_to_server(encode(replace(hello(), companions=(name,))))
 
 
 def test_a_message_for_the_other_side_is_malformed():

@@ -231,7 +231,7 @@ def test_what_is_missed_while_a_call_waits_is_not_the_end_of_that_call(server):
     driver = reader._aio._client.driver
 
     async def miss():
-        driver.miss(Called("choose", "prefetched", 0.0), ValueError("of the other call"))
+        driver.miss(Called("update", "latest", 0.0), ValueError("of the other call"))
 
     def publish():
         eventually(lambda: driver.worker.call is not None)

@@ -4,7 +4,6 @@ import random
 
 import msgspec
 import pytest
-from msgspec.structs import replace
 
 from tensorhub.protocol.manifest import Layout, TensorSpec
 from tensorhub.protocol.messages import (
@@ -50,12 +49,8 @@ NONSENSE = {
     "many failures": Report(1, failures=(TicketFailure(1, worker_id("m", "t", 0), "x", "y"),) * 5),
     "many endpoints": Hello(PROTOCOL, "m", "r", 0, 1, "life", endpoints=("tcp://x:1",) * 100),
     "a long life": Hello(PROTOCOL, "m", "r", 0, 1, "life" * 1000),
-    "a large set": Hello(PROTOCOL, "m", "r", 0, 1, "life", companions=tuple(f"m{i}" for i in range(16))),
-    "its own model beside it": Hello(PROTOCOL, "m", "r", 0, 1, "life", companions=("draft", "m")),
-    "a companion twice": Hello(PROTOCOL, "m", "r", 0, 1, "life", companions=("draft", "draft")),
-    "a companion with a long name": Hello(PROTOCOL, "m", "r", 0, 1, "life", companions=("draft" * 100,)),
-    "a choice of nothing": Report(1, call=CallReport(1, "choose", "newest")),
-    "a huge floor": Report(1, call=CallReport(1, "choose", "latest", floor=2**63)),
+    "a call that there is none of": Report(1, call=CallReport(1, "choose", "latest")),
+    "a huge floor": Report(1, call=CallReport(1, "update", "latest", floor=2**63)),
 }
 
 
@@ -98,7 +93,7 @@ class Liar:
         )
 
     def call(self):
-        verb = self.dice.choice(["publish", "unpublish", "replicate", "update", "choose"])
+        verb = self.dice.choice(["publish", "unpublish", "replicate", "update"])
         spec = "" if verb == "unpublish" else self.dice.choice([self.number(), "latest", "latest-1"])
         resolved = self.dice.choice([None, self.number()])
         return CallReport(self.number(), verb, spec if verb != "publish" else self.number(), self.digest(), resolved)
@@ -127,9 +122,7 @@ class Liar:
     def message(self, number: int):
         kind = self.dice.random()
         if kind < 0.05:
-            found = hello(model=self.dice.choice("mk"), replica=self.dice.choice("abc"), shard=0, shards=3)
-            others = [each for each in "mkx" if each != found.model]
-            return replace(found, companions=tuple(self.dice.sample(others, self.dice.randrange(3))))
+            return hello(model=self.dice.choice("mk"), replica=self.dice.choice("abc"), shard=0, shards=3)
         if kind < 0.08:
             spec = TensorSpec(self.word(), self.word(), (self.number(),), (self.number(),), 0, self.number())
             return LayoutInfo.of(Layout((spec,), self.number()))

@@ -29,7 +29,6 @@ from tensorhub.worker.events import (
     Effect,
     Event,
     Left,
-    MayWithdraw,
     NotShared,
     OpenAcross,
     OpenRead,
@@ -269,8 +268,6 @@ class Player:
         metadata: Digest = NOTHING_SAID,
         grid: Digest = NOTHING_SAID,
         untiled: bool = False,
-        floor: Version | None = None,
-        is_held_back: bool = False,
     ) -> None:
         """As user code would; before a publish it writes the content into its tensors, if it may."""
         root = Digest("")
@@ -286,12 +283,7 @@ class Player:
         claim = None
         if verb == "mutate":
             verb, spec, claim = "unpublish", "", Version(int(spec))
-        called = Called(verb, spec, self.stage.now + timeout_s, root, claim, waits, metadata, grid)
-        self.tell(replace(called, floor=floor, is_held_back=is_held_back))
-
-    def all_near(self) -> None:
-        """All other members of the set have their version within reach too."""
-        self.tell(MayWithdraw())
+        self.tell(Called(verb, spec, self.stage.now + timeout_s, root, claim, waits, metadata, grid))
 
     def give_back(self) -> None:
         """The block of a `mutating` raised."""

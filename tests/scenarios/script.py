@@ -128,7 +128,7 @@ def _worker(stage: Stage, words: list[str]) -> None:
         at = words.index("with")
         words, tensors = words[:at], " ".join(words[at + 1 :])
     plain = [word for word in words if word not in ("revocable", "spot")]
-    (name,), options = _options(plain, ("of", "cut", "host", "copies", "site", "prefetch", "place", "beside"))
+    (name,), options = _options(plain, ("of", "cut", "host", "copies", "site", "prefetch", "place"))
     model, _, short = name.rpartition(":")
     replica, _, shard = short.partition("/")
     shards = int(options.get("of", "1"))
@@ -150,7 +150,6 @@ def _worker(stage: Stage, words: list[str]) -> None:
                 host=options.get("host", life),
                 prefetch=options.get("prefetch", "never"),
                 place=options.get("place", ""),
-                companions=tuple(map(ModelName, options["beside"].split(","))) if "beside" in options else (),
             ),
             _layout(tensors),
             int(options.get("copies", "0")),
@@ -192,7 +191,7 @@ def _thaw(stage: Stage, words: list[str]) -> None:
 
 
 def _call(stage: Stage, words: list[str]) -> None:
-    plain, options = _options(words, ("as", "within", "saying", "tiles", "floor"))
+    plain, options = _options(words, ("as", "within", "saying", "tiles"))
     name, verb, *rest = plain
     spec: int | str = rest[0] if rest else ""
     spec = int(spec) if isinstance(spec, str) and spec.isdigit() else spec
@@ -209,8 +208,6 @@ def _call(stage: Stage, words: list[str]) -> None:
             metadata=said,
             grid=grid,
             untiled="untiled" in rest[1:],
-            floor=Version(int(options["floor"])) if "floor" in options else None,
-            is_held_back="held-back" in rest[1:],
         )
         stage.pump()
 
@@ -218,12 +215,6 @@ def _call(stage: Stage, words: list[str]) -> None:
 def _give_back(stage: Stage, words: list[str]) -> None:
     for player in _players(stage, words[0]):
         player.give_back()
-        stage.pump()
-
-
-def _all_near(stage: Stage, words: list[str]) -> None:
-    for player in _players(stage, words[0]):
-        player.all_near()
         stage.pump()
 
 
@@ -445,7 +436,6 @@ COMMANDS: dict[str, Callable[[Stage, list[str]], None]] = {
     "miss": _miss,
     "cancel": _cancel,
     "give-back": _give_back,
-    "all-near": _all_near,
     "close": _close,
     "register": _register,
     "read": _read,

@@ -398,8 +398,7 @@ def _call(call: CallView | None) -> Text | None:
     if call is None or call.state == "finished":
         return None
     spec = "" if call.spec == "" else json.dumps(call.spec)
-    is_choice = call.verb == "choose"  # with which both begin: nobody calls it by that name
-    text = Text(f"replicate or update({spec}) of a set" if is_choice else f"{call.verb}({spec})")
+    text = Text(f"{call.verb}({spec})")
     if call.version is not None and str(call.version) != spec:
         text.append(f" is {call.version}")
     style = {"failed": "red", "waiting": "yellow"}.get(call.state, "")

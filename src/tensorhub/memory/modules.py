@@ -106,6 +106,82 @@ def is_module(found: object) -> "TypeGuard[torch.nn.Module]":
     return torch is not None and isinstance(found, torch.nn.Module)
 
 
+class Nested(Mapping[str, object]):
+    """Mappings of tensors inside a mapping, as one mapping: names are joined by dots."""
+
+    __slots__ = ("_tensors",)  # so `weakly` keeps it, as it keeps a dict
+
+    def __init__(self, tensors: "Mapping[str, object]") -> None:
+        self._tensors = tensors
+
+    def __iter__(self) -> "Iterator[str]":
+        return (name for name, _ in self._walk(self._tensors, ""))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __getitem__(self, name: str) -> object:
+        found = self._inside(self._tensors, name)
+        if found is None:
+            raise KeyError(name)
+        return found
+
+    def _inside(self, tensors: "Mapping[str, object]", name: str) -> object | None:
+        found = tensors.get(name)
+        ends = [at for at, letter in enumerate(name) if letter == "." and found is None]
+        for inner, rest in ((tensors.get(name[:at]), name[at + 1 :]) for at in ends):
+            if isinstance(inner, Mapping) and (found := self._inside(inner, rest)) is not None:
+                return found
+        return found
+
+    def _walk(self, tensors: "Mapping[str, object]", path: str) -> "Iterator[tuple[str, object]]":
+        for name, each in tensors.items():
+            if isinstance(each, Mapping):
+                yield from self._walk(each, f"{path}{name}.")
+            else:
+                yield (f"{path}{name}" if path else name), each
+
+
+class Modules:
+    """Modules by name, as one module for as long as all of them live."""
+
+    def __init__(self, modules: "Mapping[str, torch.nn.Module]") -> None:
+        self._modules = {path: weakly(module) for path, module in modules.items()}
+
+    def given(self) -> "Mapping[str, torch.nn.Module] | None":
+        """By path; None where one of them is gone."""
+        found = {path: each for path, module in self._modules.items() if (each := module()) is not None}
+        return found if len(found) == len(self._modules) else None
+
+    def whole(self) -> "torch.nn.Module | None":
+        """A module that has these inside; None where one of them is gone."""
+        import torch
+
+        whole = torch.nn.Module()
+        for path, module in (self.given() or {}).items():
+            inside, *parts = whole, *path.split(".")
+            for part in parts[:-1]:
+                inside = inside._modules.setdefault(part, torch.nn.Module())  # type: ignore[assignment]
+            inside._modules[parts[-1]] = module
+        return whole if whole._modules else None
+
+
+def modules_of(tensors: "Mapping[str, object]") -> Modules | None:
+    """The modules in a mapping, also in mappings inside it; None: there are none.
+
+    Raises `UsageError` where modules and tensors are mixed.
+    """
+    flat = dict(Nested(tensors))
+    modules = {path: each for path, each in flat.items() if is_module(each)}
+    if not modules:
+        return None
+    if len(modules) < len(flat):
+        path = next(path for path in flat if path not in modules)
+        text = f"{next(iter(modules))!r} is a module, and {path!r} is a {type(flat[path]).__qualname__}"
+        raise UsageError(f"{text}: a mapping has modules, or tensors", hint="give the tensors of every model by name")
+    return Modules(modules)
+
+
 def tensors_of_module(module: "torch.nn.Module", leave_out: object = ()) -> "dict[str, torch.Tensor]":
     """Its parameters and persistent buffers, without those that are left out.
 
@@ -339,8 +415,14 @@ class Facts(NamedTuple):
 class Held:
     """A module whose tensors are registered, and what they were then."""
 
-    def __init__(self, module: "torch.nn.Module", tensors: "dict[str, torch.Tensor]") -> None:
-        self._module = weakly(module)
+    def __init__(
+        self,
+        module: "torch.nn.Module",
+        tensors: "dict[str, torch.Tensor]",
+        several: Modules | None = None,
+    ) -> None:
+        """`several`: of which the module was made."""
+        self._module = weakly(module) if several is None else several.whole
         self._left_out = {name for name, _ in _raw(module)} - tensors.keys()
         with plainly():
             self._known = {name: _facts(tensor) for name, tensor in tensors.items()}

@@ -29,9 +29,12 @@ from .describe import NAMES_SHOWN, Described, InPlace, describe_all, some
 from .modules import (
     Held,
     HeldMapping,
+    Modules,
+    Nested,
     boxes_of_module,
     is_dtensor,
     is_module,
+    modules_of,
     names_left_out,
     parts_of,
     tensors_of_module,
@@ -48,7 +51,12 @@ if TYPE_CHECKING:
     from ..reshard.grid import BoxTable
 
     type_of_tensor = torch.Tensor | np.ndarray[Any, np.dtype[Any]]
-    type_of_weights = Mapping[str, type_of_tensor] | torch.nn.Module
+    type_of_weights = (
+        Mapping[str, type_of_tensor]
+        | torch.nn.Module
+        | Mapping[str, torch.nn.Module]
+        | Mapping[str, Mapping[str, type_of_tensor]]
+    )
     type_of_dtype = str | torch.dtype | np.dtype[Any] | type[np.generic]
 
 IN_PLACE = "change tensors in place (copy_, load_state_dict without assign=True), or register() again after replacing"
@@ -192,6 +200,7 @@ def register(
 ) -> Registration:
     """Take tensors in place, as torch tensors or numpy arrays, or those of a module.
 
+    A mapping may have modules, or mappings, by name: their tensors are named "target.…", "draft.…".
     `dtype`: in which those of floating-point numbers are published, or a mapping from names to dtypes. `boxes`: which
     parts of which global tensors they are; a tensor that is not named is one whole global tensor, a DTensor what its
     mesh and placements say. DTensors in a mapping are taken so without `boxes` too. `partial`: with boxes, and some of
@@ -220,8 +229,14 @@ def _register(
         )
     if not tensors:
         raise UsageError("no tensors to register: the mapping is empty", hint="pass the module")
-    left_out = names_left_out(leave_out, [name for name in tensors if isinstance(name, str)])
-    given_items = items = [(name, tensor) for name, tensor in tensors.items() if name not in left_out]
+    flat: Mapping[str, Any] = tensors
+    if any(isinstance(each, Mapping) or is_module(each) for each in tensors.values()):
+        modules = modules_of(tensors)
+        if modules is not None and (whole := modules.whole()) is not None:
+            return _register_module(whole, dtype, boxes, partial, leave_out, several=modules)
+        flat = Nested(tensors)
+    left_out = names_left_out(leave_out, [name for name in flat if isinstance(name, str)])
+    given_items = items = [(name, tensor) for name, tensor in flat.items() if name not in left_out]
     if not items:
         raise UsageError("no tensors to register: all are left out", hint="leave_out= names too many of them")
     distributed = {name: tensor for name, tensor in items if is_dtensor(tensor)}
@@ -254,7 +269,7 @@ def _register(
         devices=tuple(sorted({facts.device for facts in described})),
         _in_place=InPlace([facts for facts, _ in kept], [tensor for _, tensor in kept]),
         casts=casts,
-        _held=HeldMapping(tensors, given_items),
+        _held=HeldMapping(flat, given_items),
         given=(weakly(tensors), dtype, given_boxes, leave_out),
         table=table,
         boxes=encoded,
@@ -269,12 +284,15 @@ def _register_module(
     boxes: "Mapping[str, Sequence[Box]] | None",
     partial: bool,
     leave_out: object,
+    several: Modules | None = None,
 ) -> Registration:
-    found, given = tensors_of_module(module, leave_out), (weakly(module), dtype, boxes, leave_out)
+    """`several`: of which the module was made."""
+    found = tensors_of_module(module, leave_out)
+    given = (weakly(module) if several is None else several.given, dtype, boxes, leave_out)
     if boxes is not None:
         known = boxes_of_module(module)
         boxes = {**{name: each for name, each in known.items() if name in found}, **boxes}
-    return replace(_register(found, dtype, boxes, partial=partial), _held=Held(module, found), given=given)
+    return replace(_register(found, dtype, boxes, partial=partial), _held=Held(module, found, several), given=given)
 
 
 def _boxed(

@@ -31,9 +31,8 @@ MAX_CROSS_SITE_VERSIONS = 8  # versions for which a worker says how much came fr
 MAX_PINS = 64  # versions pinned by one worker
 MAX_OVER = 1024  # tickets that are over beside one that is still read
 MAX_PARTS = 256  # sources of one read across: no version is read out of more shards at once
-MAX_COMPANIONS = 15  # other models of a set
-Spec = int | str  # a version number, "latest" or "latest-N"; of an update, or a choice, also "prefetched"
-VERBS = ("publish", "unpublish", "replicate", "update", "choose")  # a choice only says what the spec means of a set
+Spec = int | str  # a version number, "latest" or "latest-N"; of an update also "prefetched"
+VERBS = ("publish", "unpublish", "replicate", "update")
 PREFETCH = ("seed", "always", "never")  # fill a host copy ahead: for the whole site, for oneself too, not at all
 
 
@@ -145,7 +144,6 @@ class Hello(_Message, frozen=True, tag="hello"):
     retain: int = 0  # versions of the model to keep, until all have left; the most that reliable workers ask for counts
     place: str = ""  # workers that name the same one can map each other's host copies; empty: nobody can
     is_passing: bool = False  # it comes for one version and leaves: no trainer waits for it
-    companions: tuple[ModelName, ...] = ()  # the other models of its set: a version of it is one that all of them have
 
     @property
     def worker(self) -> WorkerId:
@@ -194,7 +192,7 @@ class CallReport(_Message, frozen=True):
     waits: bool = False  # of a replicate: for the number to be published, if it may still be
     metadata: Digest = Digest("")  # of what a publish says beside its tensors: the same on all shards
     grid: Digest = Digest("")  # of the tiles that a publish has cut: the same on all shards
-    floor: Version | None = None  # of an update (of a set: its choice): what was held when its caller began to wait
+    floor: Version | None = None  # of an update: what was held when its caller began to wait
 
 
 class Reading(_Message, frozen=True):
@@ -439,8 +437,7 @@ def add_up(table: dict[str, int], name: str, amount: int, *, most: int) -> None:
 
 # --- How a caller names a version: an integer, "latest", or "latest-N" (the N-th before the latest).
 #
-# And for `update`, or the choice that the update of a set begins with, "prefetched": the newest that all shards of the
-# replica have whole in their own host memory.
+# And for `update`, "prefetched": the newest that all shards of the replica have whole in their own host memory.
 
 
 _LATEST = re.compile(r"latest(?:-(\d{1,9}))?\Z")
@@ -458,7 +455,7 @@ def parse_spec(spec: Spec, verb: str = "") -> Version | None:
         raise UsageError(f"version {spec} is out of range: versions are integers from 0 to 2**62")
     if isinstance(spec, str) and _LATEST.match(spec):
         return None
-    if verb in ("update", "choose") and spec == PREFETCHED:
+    if verb == "update" and spec == PREFETCHED:
         return None
     if spec == PREFETCHED:
         raise UsageError(f"{spec!r} is for update() only", hint='use an integer, "latest" or "latest-N"')
@@ -474,9 +471,7 @@ def steps_back(spec: str) -> int:
 
 
 def call_text(verb: str, spec: Spec, claim: Version | None, *, waits: bool = False) -> str:
-    """A call as its caller would write it. What a set's replicate or update begins with is no call of its own."""
-    if verb == "choose":
-        return f"replicate or update({spec!r}) on a set"
+    """A call as its caller would write it."""
     if claim is not None:
         return f"mutating(version={claim})"
     return f"{verb}({spec!r}{', wait=True' if waits else ''})" if spec != "" else f"{verb}()"

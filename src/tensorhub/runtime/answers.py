@@ -11,7 +11,6 @@ import msgspec
 from aiohttp import web
 
 from ..protocol.errors import UsageError
-from ..protocol.messages import MAX_COMPANIONS
 from ..protocol.names import ModelName, ReplicaName, Shard, Version
 from ..protocol.status import ModelView, Status
 from ..server import Server
@@ -246,15 +245,15 @@ class Answers:
         self._authorise(request)
         try:
             model, patience_s = _model(request), _patience_s(request)
-            spec, companions = spec_of_text(request.query.get("spec", "latest")), _companions(request)
+            spec = spec_of_text(request.query.get("spec", "latest"))
         except (KeyError, ValueError, UsageError) as error:
             raise web.HTTPBadRequest(text=f"{error}\n") from error
 
         def existing() -> VersionExists:
             found = self._machine.state.models.get(model)
-            return VersionExists(found.awaited(spec, companions) if found is not None else None)
+            return VersionExists(found.awaited(spec) if found is not None else None)
 
-        key = ("wait", model, spec, companions)
+        key = ("wait", model, spec)
         return await self._answer(key, existing, lambda found: found.version is not None, patience_s)
 
     async def _held(self, request: web.Request) -> web.StreamResponse:
@@ -324,14 +323,6 @@ class Answers:
 
 def _model(request: web.Request) -> ModelName:
     return ModelName(request.query["model"])
-
-
-def _companions(request: web.Request) -> tuple[ModelName, ...]:
-    """Other models that are to have the version too: `with`, once for each."""
-    names = request.query.getall("with", [])
-    if len(names) > MAX_COMPANIONS:
-        raise UsageError(f"a version of {1 + len(names)} models, where {1 + MAX_COMPANIONS} are the most")
-    return tuple(map(ModelName, names))
 
 
 def _patience_s(request: web.Request) -> float:

@@ -245,15 +245,10 @@ class Client:
         *,
         claim: Version | None = None,
         waits: bool = False,
-        is_held_back: bool = False,
-        is_again: bool = False,
     ) -> Version | None:
-        """One group call that is no publish. Returns the version then held. `claim` is of an unpublish.
-
-        `is_again`: it is what was held until a moment ago, and masters stay what their owner has made of it since.
-        """
+        """One group call that is no publish. Returns the version then held. `claim` is of an unpublish."""
         with self._one_call("mutating" if claim is not None else verb):
-            called = Called(verb, spec, deadline, claim=claim, waits=waits, is_held_back=is_held_back)
+            called = Called(verb, spec, deadline, claim=claim, waits=waits)
             await self._behind.over(deadline, f"{verb}()", partial(self.miss, called))
             registration = self.driver.data.registration
             self._wholeness.check_whole(called, self.driver)
@@ -265,32 +260,19 @@ class Client:
             worker = self.driver.worker
             try:
                 self._check_in_place()
-                if not is_again:
-                    self._wholeness.check(registration, f"{verb}()")
+                self._wholeness.check(registration, f"{verb}()")
                 if registration is not None:
                     registration.check_fillable()
                 known = self.wishes.update_at_once(called, self.hello)
             except UsageError as error:
                 self.driver.miss(called, error)
                 raise
-            if worker.held is None and not is_again:
+            if worker.held is None:
                 self._wholeness.forget()
             version = known if known is not None else await self._carried(called)
             held = worker.buffer if isinstance(worker.buffer, Holding) else None
             await self._wholeness.give_back(registration, held, deadline)
             return version
-
-    async def choose(
-        self, spec: Spec, deadline: float, *, floor: Version | None, waits: bool, what: str
-    ) -> Version | None:
-        """Which version of this worker's set the spec means now; the same for all shards. Changes nothing.
-
-        `what` is called on the set.
-        """
-        with self._one_call(what):
-            called = Called("choose", spec, deadline, floor=floor, waits=waits)
-            await self._behind.over(deadline, f"{what}({spec!r})", partial(self.miss, called))
-            return await self.driver.call(called)
 
     async def settled(
         self, verb: str, deadline: float, *, missed: Callable[[BaseException], None] | None = None
@@ -347,27 +329,20 @@ class Client:
         self._check_usable()
         await self.wishes.unpin(version, deadline)
 
-    async def publish(
-        self, version: Spec, deadline: float, metadata: bytes | None = None, *, again: Known | None = None
-    ) -> Version | None:
-        """Hash what the tensors are now, and promise not to change it. Without metadata what is held keeps its own.
-
-        `again`: what this number was here until a moment ago. It is to be just that, and nothing is cast.
-        """
+    async def publish(self, version: Spec, deadline: float, metadata: bytes | None = None) -> Version | None:
+        """Hash what the tensors are now, and promise not to change it. Without metadata what is held keeps its own."""
         with self._one_call("publish"):
             missed = partial(self.miss, Called("publish", version, deadline))
             await self._behind.over(deadline, f"publish({version!r})", missed)
             for more in range(MAX_CUTS - 1, -1, -1):
                 try:
-                    return await self._publish(version, deadline, metadata, again)
+                    return await self._publish(version, deadline, metadata)
                 except GroupIncomplete as error:
                     if not more or CUT_OTHERWISE not in str(error):
                         raise  # else all shards hear so: somebody registered while they asked who there is
         raise InvariantViolation("the last try returns or raises")
 
-    async def _publish(
-        self, version: Spec, deadline: float, metadata: bytes | None, again: Known | None
-    ) -> Version | None:
+    async def _publish(self, version: Spec, deadline: float, metadata: bytes | None) -> Version | None:
         buffer = self.driver.worker.buffer
         root = buffer.root if isinstance(buffer, Holding) else Digest("")
         called = Called("publish", version, deadline, root)
@@ -379,9 +354,9 @@ class Client:
             if registration is not None and registration.is_partial:
                 text = f"publish of {self.me}, which has registered some of the model only"
                 raise UsageError(text, hint="register all of it, without partial=True")
-            said = self._metadata_of(version, metadata) if again is None else again.metadata
+            said = self._metadata_of(version, metadata)
             content, held = self.driver.data.content, self.driver.worker.held
-            known = content.manifest if content is not None and held == content.version else again
+            known = content.manifest if content is not None and held == content.version else None
             if registration is not None and held is not None and known is not None:
                 await self._wholeness.check_cast(registration, held, deadline)
             manifest = await self._hashed(known, deadline, said)

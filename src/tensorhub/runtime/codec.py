@@ -10,7 +10,6 @@ import msgspec
 
 from ..protocol.errors import UsageError
 from ..protocol.messages import (
-    MAX_COMPANIONS,
     MAX_FAILURES,
     MAX_HINT,
     MAX_LAYOUT_BYTES,
@@ -35,7 +34,7 @@ from ..protocol.messages import (
     ToWorker,
     parse_spec,
 )
-from ..protocol.names import Undecodable, decoded, is_name
+from ..protocol.names import Undecodable, decoded
 
 MAX_NUMBER = 2**62  # of anything counted: above every clock in microseconds, and twice it still fits 64 bits
 MAX_ENDPOINTS = 16
@@ -96,7 +95,7 @@ def _nonsense_of(message: ToServer) -> str:
                 return "too many or too long endpoints: how many addresses does its worker have?"
             if any(len(word) > MAX_WORD for word in words):
                 return "too long words about its worker"
-            return _nonsense_of_set(message)
+            return ""
         case Report():
             if len(message.failures) > MAX_FAILURES or any(
                 len(f.message) > MAX_TEXT or len(f.hint) > MAX_HINT for f in message.failures
@@ -110,14 +109,6 @@ def _nonsense_of(message: ToServer) -> str:
                 return "too many parts of a read across"
             return _nonsense_of_wish(message.prefetch) or _nonsense_of_call(message.call)
     return ""
-
-
-def _nonsense_of_set(hello: Hello) -> str:
-    if len(hello.companions) > MAX_COMPANIONS:
-        return f"more than {MAX_COMPANIONS} companions"
-    if len({hello.model, *hello.companions}) != 1 + len(hello.companions):
-        return "a model twice in its set"
-    return "" if all(map(is_name, hello.companions)) else "a companion with a name that is none"
 
 
 def _is_too_much(across: Across) -> bool:

@@ -163,8 +163,7 @@ class Driver:
             host_bytes=options.host_bytes,
             chunk_bytes=options.chunk_bytes,
         )
-        most = max(MAX_COPIES, options.retain + 1)  # what is retained, and what is established
-        self.data.copies.most = most + bool(hello.companions)  # and what all models of the set have
+        self.data.copies.most = max(MAX_COPIES, options.retain + 1)  # what is retained, and what is established
         self.data.copies.pinned_bytes = options.pinned_bytes
         self.data.tiles.covering = Covering(options, self.me, hello.shards)
         self.worker = Worker(

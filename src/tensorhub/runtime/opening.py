@@ -71,11 +71,10 @@ async def open_client(
     deadline: float,
     *,
     is_passing: bool = False,
-    companions: Sequence[str] = (),
 ) -> Client:
     """A connected worker. In the worker loop. Whatever ends it before, nothing of it is left.
 
-    `is_passing`: it comes for one version and leaves. `companions`: the other models of its set.
+    `is_passing`: it comes for one version and leaves.
     """
     listening = Listening(options)
     try:
@@ -88,8 +87,7 @@ async def open_client(
             text = f"{model}/{replica}[{shard}]: names on the way to {options.server} were not resolved in time"
             raise ServerUnreachable(text, hint="is the name service of this machine well?") from error
         hello = _hello(model, replica, shard, shards, reliable, options, transports)
-        others = tuple(map(ModelName, companions))
-        client = Client(replace(hello, is_passing=is_passing, companions=others), options, transports)
+        client = Client(replace(hello, is_passing=is_passing), options, transports)
         await client.start(deadline)
     except ShardTaken as error:
         listening.give_up()

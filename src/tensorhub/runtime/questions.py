@@ -3,7 +3,7 @@
 import asyncio
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from numbers import Integral
 from typing import TypeVar
 
@@ -72,7 +72,7 @@ HERE = "`tensorhub status` shows which models and versions there are; latest is 
 MAX_ANSWER_BYTES = 256 * 1024 * 1024  # the status of 20,000 workers takes some 20 MiB
 
 T = TypeVar("T")
-Question = Mapping[str, str | list[str]]
+Question = Mapping[str, str]
 
 _status = msgspec.json.Decoder(Status)
 
@@ -104,6 +104,14 @@ async def fetch_status(options: Options, *, model: str, deadline: float) -> Stat
             raise _unreachable(options, str(error)) from error
 
 
+async def available_versions(options: Options, model: str, deadline: float) -> list[int]:
+    """The versions of a model that exist and are not lost, newest first. Waits for a server that is away or listens."""
+    await wait_for_number(options, model, deadline)  # it is answered once the server knows all versions of the model
+    status = await fetch_status(options, model=model, deadline=deadline)
+    versions = [found for each in status.models for found in each.versions]
+    return [found.version for found in versions if found.is_complete and not found.is_lost]
+
+
 async def check_held(options: Options, model: str, version: Version, deadline: float) -> None:
     """Raises `VersionUnavailable` unless somebody holds the version, in a buffer or a host copy."""
     status = await fetch_status(options, model=model, deadline=deadline)
@@ -116,17 +124,13 @@ async def check_held(options: Options, model: str, version: Version, deadline: f
     raise VersionUnavailable(text, hint=f"held now: {held}")
 
 
-async def wait_for_version(
-    options: Options, model: str, spec: Spec, deadline: float, *, companions: Sequence[str] = ()
-) -> Version:
-    """Until the version, or a newer one, exists; for "latest", any; for "latest-N", more than N of them.
-
-    `companions` are other models that are to have it too.
-    """
+async def wait_for_version(options: Options, model: str, spec: Spec, deadline: float) -> Version:
+    """Until the version, or a newer one, exists; for "latest", any; for "latest-N", more than N of them."""
     parse_spec(spec)
-    asked = _Asked(options, f"wait_for({spec!r}) of {' and '.join((model, *companions))}", deadline)
-    question: Question = {"model": model, "spec": str(spec), "with": list(companions)}
-    found = await asked.until("/v1/wait", question, _exists, lambda it: it.version is not None)
+    asked = _Asked(options, f"wait_for({spec!r}) of {model}", deadline)
+    found = await asked.until(
+        "/v1/wait", {"model": model, "spec": str(spec)}, _exists, lambda it: it.version is not None
+    )
     if found is None or found.version is None:
         raise asked.late("no such version was published", "is the trainer running?")
     return Version(found.version)

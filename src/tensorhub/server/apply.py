@@ -258,7 +258,7 @@ def _advance(state: State, decision: Admit | Wait | Fail | Resolve | AcceptPubli
         case Finish(model, replica, call):
             call.finish()
             replica.finished = max(replica.finished, call.number)
-            if call.version is not None and call.verb != "choose":
+            if call.version is not None:
                 note_filled(state, model, replica)
             if call.verb == "publish" and call.version is not None:
                 if model.note_exists(call.version):
@@ -349,8 +349,6 @@ def _wake_for_news(state: State, model: Model) -> None:
     turned = [version for version in {**before, **after} if (version in before) != (version in after)]
     if former is None or former[1:] != now[1:]:
         state.mark_waiting_dirty(model, NEWS, *map(loss_of, turned))
-        for name in state.bound.get(model.name, ()):
-            state.mark_waiting_dirty(state.models[name], NEWS)
     if former is None or former.newest_established != now.newest_established:
         choose_keepers(state, model)
 

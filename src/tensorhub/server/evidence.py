@@ -20,7 +20,7 @@ from ..protocol.messages import (
     Withdrawing,
     add_up,
 )
-from ..protocol.names import Digest, ReplicaName, Shard, Version, is_tiled
+from ..protocol.names import Digest, ReplicaName, Shard, Version, WorkerId, is_tiled
 from . import apply
 from . import state as facts
 from .groups import Replica
@@ -432,6 +432,7 @@ def holders_in_dispute(state: State, model: Model, version: Version) -> list[tup
 # go, a version that is withdrawn for a call which has not been resolved yet.
 
 
+MAX_JUDGED = 3  # times that one worker is judged anew because of one report
 MAX_SITES = 64  # named in a version's count of what came into each
 
 
@@ -460,8 +461,18 @@ def judge_withdrawals(state: State, model: Model, replica: Replica) -> None:
             judge_content(state, model, replica, member, member.report)
 
 
-def judge_content(state: State, model: Model, replica: Replica, member: Member, before: Report) -> None:
-    """What it has is judged anew, and all that follows from it."""
+def judge_content(
+    state: State,
+    model: Model,
+    replica: Replica,
+    member: Member,
+    before: Report,
+    above: tuple[WorkerId, ...] = (),
+) -> None:
+    """What it has is judged anew, and all that follows from it.
+
+    `above` were judged anew because of each other. Workers that contradict themselves would go on without an end.
+    """
     report, former = member.report, member.content
     model.roll.doubted.pop(member.worker, None)
     is_news = False
@@ -491,7 +502,8 @@ def judge_content(state: State, model: Model, replica: Replica, member: Member, 
             model.record(copy.version).publishers[replica.name] = None
     for version in content.versions:
         for group, other in holders_in_dispute(state, model, version):
-            judge_content(state, model, group, other, other.report)
+            if above.count(other.worker) < MAX_JUDGED:
+                judge_content(state, model, group, other, other.report, (*above, other.worker))
             state.mark_dirty(other.worker)
     is_wished = _take_wishes(state, model, member, before)
     if report.cross_site_bytes:

@@ -92,8 +92,6 @@ def close(state: State, model: Model) -> None:
     evidence.judge_doubted(state, model)
     model.changed.update(dict.fromkeys(model.versions))
     state.mark_everyone_dirty(model)
-    for name in state.bound.get(model.name, ()):
-        state.mark_waiting_dirty(state.models[name], NEWS)
 
 
 def end_recovery(state: State) -> None:
@@ -557,7 +555,7 @@ def begin(state: State, hello: Hello, sender: str, report: Report) -> Member:
             state.forget_model(old)
         model = state.models[hello.model] = Model(hello.model, hello.shards, state.settings.most_versions)
         model.is_listening, model.keeps_established = state.is_recovering, state.settings.keep_established
-        model.roll.is_over, model.others = not state.is_recovering, state.models
+        model.roll.is_over = not state.is_recovering
     if not model.replicas:
         model.cuts = {}
         if not report.session:  # a new job: what those before it wanted kept is over with them
@@ -628,10 +626,8 @@ def forget_models(state: State) -> None:
 
 
 def _take_place(state: State, model: Model, member: Member) -> None:
-    """It is where its hello says, is of that set, and counts for retention if it says so."""
+    """It is where its hello says, and counts for retention if it says so."""
     hello = member.hello
-    if model.companions.join(member.worker, hello.companions):
-        _note_sets(state, model)
     model.take_place(member.worker, hello.site, hello.host)
     if hello.reliable:
         apply.note_company(state, model, member.line)
@@ -639,24 +635,10 @@ def _take_place(state: State, model: Model, member: Member) -> None:
 
 
 def _leave_place(state: State, model: Model, member: Member) -> None:
-    if model.companions.leave(member.worker, member.hello.companions):
-        _note_sets(state, model)
     if model.reliable.get(member.line, {}).pop(member.worker, 0) is None:
         apply.note_company(state, model, member.line)
         apply.note_leaver(model, member.line)
     model.leave_place(member.worker, member.hello.site, member.hello.host)
-
-
-def _note_sets(state: State, model: Model) -> None:
-    """With which other models it belongs together is not what it was: what is to be kept follows from those too."""
-    names = model.companions.names
-    for name in [each for each, bound in state.bound.items() if model.name in bound and each not in names]:
-        del state.bound[name][model.name]
-        if not state.bound[name]:
-            del state.bound[name]
-    for name in names:
-        state.bound.setdefault(name, {})[model.name] = None
-    state.mark_everyone_dirty(model)
 
 
 def _is_of_a_former_job(state: State, replica: Replica, member: Member) -> bool:

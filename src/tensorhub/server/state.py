@@ -118,7 +118,6 @@ class State:
     models: dict[ModelName, Model] = field(default_factory=dict)
     left: dict[ModelName, float] = field(default_factory=dict)  # models without a worker, longest first, and since when
     forget_at: float = inf  # when the first of those without a version is forgotten
-    bound: dict[ModelName, dict[ModelName, None]] = field(default_factory=dict)  # by model: those of whose sets it is
     members: Members = field(default_factory=Members)
     reads: OpenReads = field(default_factory=OpenReads)
     hellos: dict[str, Hello] = field(default_factory=dict)  # by connection

@@ -3,7 +3,7 @@
 import hmac
 from bisect import bisect_left, insort
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from math import inf
@@ -13,7 +13,7 @@ from ..protocol.errors import HIGHER
 from ..protocol.messages import MAX_FIRST_VERSION, MAX_VERSION_JUMP, Failure, Spec, parse_spec, steps_back
 from ..protocol.names import Digest, ModelName, Number, ReplicaName, Shard, Version, WorkerId, is_partial
 from .groups import Replica
-from .members import Companions, Content, Cut, Keepers, Line, Names, Place, Roll, Staying, Watches, plain_cut
+from .members import Content, Cut, Keepers, Line, Place, Roll, Staying, Watches, plain_cut
 
 # --- Receipts: what a reference server has said, in a form that a later life of it recognises.
 #
@@ -176,7 +176,6 @@ class Glance(NamedTuple):
 
     key: tuple[object, ...]
     available: tuple[Version, ...]  # that exist and are not lost, newest first
-    together: tuple[tuple[Names, tuple[Version, ...]], ...]  # of each set: those that all of its models have
     newest_established: Version | None
     outliving: dict[Version, None]  # that one, and those established after it that are lost: kept outside publishers
     newest: dict[Version, None]  # the newest `retain`: of all, and of those that are not lost. Others may be back.
@@ -213,8 +212,6 @@ class Model:
     reliable: dict[Line, dict[WorkerId, None]] = field(default_factory=dict)  # members that count for retention
     staying: Staying = field(default_factory=Staying)  # who holds what, and does not take it back
     watches: Watches = field(default_factory=Watches)  # who waits for what
-    companions: Companions = field(default_factory=Companions)  # models whose versions belong together with its own
-    others: "Mapping[ModelName, Model]" = field(default_factory=dict)  # all models of the server
     changed: dict[Version, None] = field(default_factory=dict)  # versions of which somebody has got or lost all
     lost: dict[Version, None] = field(default_factory=dict)  # those last said to be lost
     noted: Glance | None = None  # how it was when those who wait for news were last decided for
@@ -395,19 +392,14 @@ class Model:
         """The newest version that exists and is not lost."""
         return next(iter(self.available()), None)
 
-    def available(self, companions: Names = ()) -> tuple[Version, ...]:
-        """The versions that exist and are not lost, newest first; of these models too."""
+    def available(self) -> tuple[Version, ...]:
+        """The versions that exist and are not lost, newest first."""
         key = self._changes, self.is_listening, len(self.cuts), self.shards
         if self._known is None or self._known.key != key:
             existing = tuple(version for version in reversed(self._ascending) if self.versions[version].exists)
             found = tuple(version for version in existing if not self.is_lost(self.versions[version]))
             self._known = Known(key, existing, found)
-        found = self._known.available
-        for name in companions:
-            other = self.others.get(name)
-            there = dict.fromkeys(other.available() if other is not None else ())
-            found = tuple(version for version in found if version in there)
-        return found
+        return self._known.available
 
     @property
     def newest_established(self) -> Version | None:
@@ -417,22 +409,19 @@ class Model:
     def glance(self) -> "Glance":
         """What follows from all versions together. Found anew only when something of that has changed."""
         self.available()
-        together = tuple((names, self.available(names)) for names in self.companions.sets)
-        key = self._known, self.retain, self.keeps_established, together
+        key = self._known, self.retain, self.keeps_established
         if self._glance is None or self._glance.key != key:
             self._glance = self._look(key)
         return self._glance
 
-    def _look(self, key: "tuple[Known | None, int, bool, tuple[tuple[Names, tuple[Version, ...]], ...]]") -> "Glance":
-        known, _, _, together = key
+    def _look(self, key: "tuple[Known | None, int, bool]") -> "Glance":
+        known = key[0]
         assert known is not None, "a glance at versions that nobody has looked for"
         existing, available = known.existing, known.available
         established = [v for v in existing if self.keeps_established and self.versions[v].is_established]
         newest_established = next((version for version in established if version in available), None)
         newest = dict.fromkeys([*existing[: self.retain], *available[: self.retain]])
         retained = dict(newest)
-        for _, versions in together:
-            retained.update(dict.fromkeys(versions[: self.retain]))
         outliving: dict[Version, None] = {}
         for version in established:  # what is lost may be so only because all who have it were away
             retained[version] = outliving[version] = None
@@ -440,7 +429,7 @@ class Model:
                 break
         for pins in self.pins.values():
             retained.update((each, None) for each in pins if each in self.versions and self.versions[each].exists)
-        return Glance(key, available, together, newest_established, outliving, newest, retained)
+        return Glance(key, available, newest_established, outliving, newest, retained)
 
     def take_place(self, worker: WorkerId, site: str, host: str) -> None:
         """The worker is there now."""
@@ -474,22 +463,17 @@ class Model:
         return version in newest or any(version in pins for pins in self.pins.values())
 
     def gives_way(self, version: Version, retain: int) -> bool:
-        """It goes where there is no room: only a set of models or another replica wishes it kept."""
+        """It goes where there is no room: only another replica wants it kept."""
         return not self.is_wished(version, retain) and version != self.newest_established
 
     def retained(self) -> dict[Version, None]:
         """The versions that no voluntary departure may lose: the newest, the newest established, and what is pinned."""
         return self.glance().retained
 
-    def resolve(self, spec: Spec, companions: Names = ()) -> tuple[Version | None, Failure | None]:
-        """The version that the spec means now, of these models too. (None, why) where there is none."""
+    def resolve(self, spec: Spec) -> tuple[Version | None, Failure | None]:
+        """The version that the spec means now. (None, why) where there is none."""
         version = parse_spec(spec)
         if version is not None:
-            for name in companions:
-                other = self.others.get(name)
-                found, failure = other.resolve(spec) if other is not None else (None, _nothing_of(name))
-                if found is None:
-                    return None, failure
             record = self.versions.get(version)
             if record is not None and record.exists:
                 return (None, self.loss(record)) if self.is_lost(record) else (version, None)
@@ -498,19 +482,15 @@ class Model:
                 newest = f"its newest version is {self.newest}"
                 hint = hint if self.newest < version else 'numbers only rise: replicate("latest") takes the newest'
             return None, Failure("version-unavailable", f"{self.name} has no version {version}; {newest}", hint)
-        known = self.available(companions)[: steps_back(str(spec)) + 1]
+        known = self.available()[: steps_back(str(spec)) + 1]
         if len(known) > steps_back(str(spec)):
             return known[-1], None
         if known:
             text = f"{spec} of {self.name}: only these versions can be had: {', '.join(map(str, known))}"
             return None, Failure("version-unavailable", text, "wait for a newer version")
-        if companions:
-            have = ", ".join(f"{each} has {_newest_of(self.others.get(each))}" for each in (self.name, *companions))
-            text = f"no version that {' and '.join((self.name, *companions))} all have: {have}"
-            return None, Failure("version-unavailable", text, "their trainers publish under the same numbers")
         if self.newest is not None:
             return None, self.loss(self.record(self.newest))
-        return None, _nothing_of(self.name)
+        return None, Failure("version-unavailable", f"no version of {self.name} yet", "wait for the first publish")
 
     def loss(self, record: VersionRecord) -> Failure:
         """The error of whoever wants a lost version."""
@@ -521,12 +501,12 @@ class Model:
         instead = ", or publish it" if self.latest is None else f", or replicate version {self.latest}"
         return Failure("version-unavailable", text, f"wait until a newer version is published{instead}")
 
-    def awaited(self, spec: Spec, companions: Names = ()) -> Version | None:
+    def awaited(self, spec: Spec) -> Version | None:
         """What somebody who waits for `spec` gets: that version or a newer one; None while there is none."""
         version = parse_spec(spec)
         if version is None:
-            return self.resolve(spec, companions)[0]
-        newest = next(iter(self.available(companions)), None)
+            return self.resolve(spec)[0]
+        newest = self.latest
         return newest if newest is not None and newest >= version else None
 
     @property
@@ -563,14 +543,6 @@ class Model:
                 hint = "one replica publishes a number, or all of them the same content"
                 return Failure("version-conflict", text, hint)
         return None
-
-
-def _newest_of(model: Model | None) -> str:
-    return "none" if model is None or model.latest is None else f"{model.latest} and maybe older ones"
-
-
-def _nothing_of(name: ModelName) -> Failure:
-    return Failure("version-unavailable", f"no version of {name} yet", "wait for the first publish")
 
 
 def is_same_content(known: dict[Line, Digest], roots: dict[Line, Digest]) -> bool:

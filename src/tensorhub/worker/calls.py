@@ -34,11 +34,10 @@ def why_not_begin(worker: WorkerState, event: Called) -> Failure | None:
     if worker.refusal is not None and worker.refusal.retry_s <= 0:
         return Failure(worker.refusal.code, worker.refusal.message, worker.refusal.hint)
     if worker.layout is None:
-        what = "a call" if event.verb == "choose" else event.verb  # by whoever fills a set
-        return Failure("usage", f"{what} on {worker.me} before register()", "register the tensors first")
+        return Failure("usage", f"{event.verb} on {worker.me} before register()", "register the tensors first")
     if event.verb not in VERBS:
         return Failure("usage", f"there is no call {event.verb!r}")
-    if event.verb in (*FILLS, "choose"):
+    if event.verb in FILLS:
         try:
             parse_spec(event.spec, event.verb)
         except UsageError as error:
@@ -155,8 +154,7 @@ def take(worker: WorkerState, event: events.Called) -> None:
         worker.want(events.Finished(0, error=wrong))
         return
     worker.call = Call(event.verb, event.spec, event.root, worker.now, event.deadline, event.claim)
-    worker.call.floor = worker.memory.held if event.verb == "update" else event.floor
-    worker.call.is_held_back = event.is_held_back
+    worker.call.floor = worker.memory.held if event.verb == "update" else None
     worker.missed = event.missed
     worker.call.waits, worker.call.metadata, worker.call.grid = event.waits, event.metadata, event.grid
     worker.slot.forget_failures()
@@ -253,8 +251,7 @@ def _end_well(worker: WorkerState, call: Call) -> None:
     worker.claim = call.claim  # whatever was claimed before is published by now, or never will be
     if isinstance(worker.buffer, Vacated):
         worker.memory.let_go()
-    version = call.resolved if call.verb == "choose" else worker.memory.held
-    worker.want(events.Finished(call.number or 0, version=version))
+    worker.want(events.Finished(call.number or 0, version=worker.memory.held))
     if isinstance(worker.buffer, Filling):  # no server may say so before it has heard that the version is held
         _give_up_fill(worker)
 

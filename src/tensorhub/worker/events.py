@@ -136,17 +136,10 @@ class Called:
     deadline: float
     root: Digest = Digest("")  # of a publish
     claim: Version | None = None  # of an unpublish
-    waits: bool = False  # of a replicate, or of a choice for one
+    waits: bool = False  # of a replicate
     metadata: Digest = Digest("")  # of a publish: of what it says beside its tensors
     grid: Digest = Digest("")  # of a publish: of the tiles that it has cut
     missed: Failure | None = None  # why it is none: it failed before it was made, and counts all the same
-    floor: Version | None = None  # of a choice for an update: what all members of the set held last
-    is_held_back: bool = False  # of a replicate: nothing is withdrawn for it before `MayWithdraw`
-
-
-@dataclass(frozen=True, slots=True)
-class MayWithdraw:
-    """All other members of the set have their version within reach too: what is held may be given up for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +280,6 @@ Event = (
     | Received
     | Registered
     | Called
-    | MayWithdraw
     | ClaimDropped
     | Cancelled
     | Closing

@@ -11,7 +11,6 @@ from ..protocol.messages import (
     Failure,
     Filling,
     Hello,
-    Holding,
     Orders,
     Poisoned,
     Reading,
@@ -239,16 +238,6 @@ class Worker:
         return call is not None and call.verb == "unpublish" and call.may_withdraw
 
     @property
-    def is_ready(self) -> bool:
-        """The version of its call is within reach, or here: what is held may be given up for it."""
-        call, buffer = self.state.call, self.buffer
-        if call is None or call.resolved is None:
-            return False
-        if isinstance(buffer, Holding | Filling) and buffer.version == call.resolved:
-            return isinstance(buffer, Holding) or buffer.chunks > 0 or self.state.has_within_reach(call.resolved)
-        return self.state.has_within_reach(call.resolved)
-
-    @property
     def is_registered(self) -> bool:
         """The caller has registered tensors."""
         return self.state.layout is not None
@@ -323,9 +312,6 @@ class Worker:
                 self._register(event)
             case events.Called():
                 calls.take(worker, event)
-            case events.MayWithdraw():
-                if worker.call is not None:
-                    worker.call.is_held_back = False
             case events.ClaimDropped():
                 worker.claim = None
             case events.Cancelled():

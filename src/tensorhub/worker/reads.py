@@ -78,7 +78,7 @@ def begin(worker: WorkerState, call: Call) -> None:
         _withdraw_ahead(worker, call)
         return
     match worker.buffer:
-        case Holding(version=held) if held != version and worker.has_within_reach(version) and not call.is_held_back:
+        case Holding(version=held) if held != version and worker.has_within_reach(version):
             withdraw(worker)
         case Withdrawing(version=held) if held == version or not worker.has_within_reach(version):
             hold_on(worker)
@@ -101,7 +101,7 @@ def _withdraw_ahead(worker: WorkerState, call: Call) -> None:
     is_likely = worker.now < call.impatient_at and worker.copies.whole(_likely_version(worker, call)) is not None
     if not is_likely:
         hold_on(worker)
-    elif isinstance(worker.buffer, Holding) and is_likely and call.number is not None and not call.is_held_back:
+    elif isinstance(worker.buffer, Holding) and call.number is not None:
         withdraw(worker)
 
 

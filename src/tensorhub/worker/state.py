@@ -61,7 +61,7 @@ def news_of(report: Report) -> Report:
 def pressing(news: Report) -> Report:
     """What of the news must not wait for more: not which read is about to be begun, nor what leads to it."""
     buffer, reading, call = news.buffer, news.reading, news.call
-    if call is not None and call.verb != "choose":  # of which all shards wait for the last one to have heard
+    if call is not None:
         call = replace(call, resolved=None)  # the server itself has said so
     if reading is not None and not reading.to_host and not isinstance(buffer, Filling):
         reading = None  # it is opened, and writes nothing yet
@@ -194,7 +194,6 @@ class Call:
     metadata: Digest = Digest("")  # of a publish
     grid: Digest = Digest("")  # the same
     floor: Version | None = None  # of an update: what was held when the caller called
-    is_held_back: bool = False  # nothing is withdrawn for it yet
 
     def __str__(self) -> str:
         return call_text(self.verb, self.spec, self.claim, waits=self.waits)

@@ -37,13 +37,13 @@ def is_wanted_ahead(state: State, model: Model, member: Member, version: Version
 
 def _wished(model: Model, member: Member) -> Version | None:
     wish = member.report.prefetch
-    return model.resolve(wish, member.hello.companions)[0] if wish is not None else None
+    return model.resolve(wish)[0] if wish is not None else None
 
 
 def _latest(model: Model, member: Member) -> Version | None:
     if model.replicas[member.hello.replica].publishes:
         return None
-    return next(iter(model.available(member.hello.companions)), None)
+    return model.latest
 
 
 def _fetches(state: State, model: Model, member: Member, latest: Version) -> bool:
@@ -76,8 +76,6 @@ def _is_able(state: State, model: Model, member: Member, record: VersionRecord) 
     report = member.report
     if model.replicas[member.hello.replica].publishes:
         return False
-    if member.hello.companions and record.version not in model.available(member.hello.companions)[:1]:
-        return False  # it wants another one: the newest of its set
     has_room = report.copies_left > 0 or member.copy(record.version) is not None
     is_staying = facts.is_here(state, member) and not report.closing and layouts.may_fit(model, record, member)
     return is_staying and has_room and member.hello.prefetch != "never"
