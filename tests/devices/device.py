@@ -17,6 +17,7 @@ import mmap
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
@@ -40,7 +41,6 @@ hooks: list[Callable[[str, int, memoryview], object]] = []  # of the kind, the f
 opened: set[str] = set()  # what this process has had open of others, or with them: "memory", "ring", "pinned"
 
 _freed: set[int] = set()  # addresses of memory that its user has freed
-_lent: list[tuple[int, mmap.mmap]] = []  # a descriptor of what was shared, and its counter of readers
 _lock = threading.Lock()
 
 
@@ -86,10 +86,6 @@ def used() -> dict[int, int]:
 
     By inode, so that memory that several processes have is counted once.
     """
-    with _lock:
-        for lent in [each for each in _lent if not each[1][0]]:
-            _lent.remove(lent)
-            os.close(lent[0])
     found: dict[int, int] = {}
     for number in os.listdir("/proc/self/fd"):
         path = f"/proc/self/fd/{number}"
@@ -166,8 +162,11 @@ class Copier(cuda.CudaCopier):
             _tell(kind, self._pieces[one.piece].start + one.inside, target)
 
 
-def device_digests(index: int, source: Spans, chunks: Chunks, target: Spans | None = None) -> list[bytes]:
+def device_digests(
+    index: int, source: Spans, chunks: Chunks, target: Spans | None = None, *, check: Callable[[], object]
+) -> list[bytes]:
     """As that of `cuda_device`. A hook comes between a chunk's copy and its digest."""
+    check()
     found = []
     for start in range(chunks.start, chunks.stop, chunks.chunk_bytes):
         stop = min(start + chunks.chunk_bytes, chunks.stop)
@@ -200,22 +199,23 @@ def _tell(kind: str, start: int, copied: memoryview) -> None:
 
 class _Handles(msgspec.Struct, frozen=True, array_like=True):
     process: int
-    descriptors: list[int]  # of the counter, and of each piece's memory
     pieces: list[bytes]
+
+
+class Limbo:
+    """Memory that was shared: torch keeps it, whoever frees it, until this is forgotten."""
+
+    def __init__(self, addresses: Sequence[int]) -> None:
+        kept = [os.dup(stand_in._descriptors[address][0]) for address in addresses]
+        weakref.finalize(self, deque, map(os.close, kept), 0)
 
 
 def share(pieces: Sequence[Piece], memory: Sequence[torch.Tensor]) -> Shared:
     """As that of `cuda_sharing`."""
     bodies = [stand_in.share(bytes_of(tensor)).body for tensor in memory]
-    counting = os.memfd_create("counter")
-    os.ftruncate(counting, 1)
-    counter = mmap.mmap(counting, 1)
-    counter[0] = 1
-    weakref.finalize(counter, os.close, counting)
     with _lock:
-        _lent.extend((os.dup(stand_in._descriptors[piece.address][0]), counter) for piece in pieces)
-    body = msgspec.msgpack.encode(_Handles(os.getpid(), [counting], bodies))
-    return Shared(body, lambda: counter.__setitem__(0, 0))
+        limbo = Limbo([piece.address for piece in pieces])
+    return Shared(msgspec.msgpack.encode(_Handles(os.getpid(), bodies)), limbo)
 
 
 class Opened:
@@ -229,12 +229,9 @@ class Opened:
         if handles.process == os.getpid():
             raise TransportMissing("a device opens no memory of its own process")
         try:
-            with open(f"/proc/{handles.process}/fd/{handles.descriptors[0]}", "r+b") as file:
-                counter = mmap.mmap(file.fileno(), 1)
             self._opened = [stand_in.Opened(piece) for piece in handles.pieces]
         except OSError as error:
             raise TransportMissing(f"the source's memory cannot be opened here: {error}") from error
-        weakref.finalize(self, counter.__setitem__, 0, 0)
         opened.add("memory")
         starts, at = [], 0
         for piece in self._opened:

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -13,7 +14,7 @@ import pytest
 import torch
 import xxhash
 
-from tensorhub.memory import cuda, cuda_device, cuda_sharing
+from tensorhub.memory import cast, cuda, cuda_device, cuda_sharing
 from tensorhub.memory.host_copies import CudaRegistrar
 from tensorhub.memory.registration import register
 from tensorhub.memory.streams import Freed, Piece, StagingRing
@@ -394,7 +395,7 @@ def test_chunks_on_devices_are_hashed_there_and_the_others_on_the_host(monkeypat
     _, pieces = pieces_on("cuda:0", "cuda:0", "cpu", "cuda:1", "cuda:1", "cuda:1", "cuda:1")
     asked: list[tuple[int, Spans, Chunks]] = []
 
-    def hashed(index: int, spans: Spans, chunks: Chunks) -> list[bytes]:
+    def hashed(index: int, spans: Spans, chunks: Chunks, **_: object) -> list[bytes]:
         asked.append((index, spans, chunks))
         is_last_short = (chunks.stop - chunks.start) % chunks.chunk_bytes > 0
         return [b"%d" % index] * (chunks.count - is_last_short) + [b""] * is_last_short
@@ -418,7 +419,7 @@ def test_chunks_that_are_no_neighbours_are_hashed_in_one_go_for_each_device(monk
     whole = b"".join(bytes(tensor.numpy()) for tensor in memory)
     calls: list[int] = []
 
-    def hashed(index: int, spans: Spans, chunks: Chunks) -> list[bytes]:
+    def hashed(index: int, spans: Spans, chunks: Chunks, **_: object) -> list[bytes]:
         calls.append(index)
         ends = [*spans.starts[1:], spans.stop]
         runs = zip(spans.starts, spans.addresses, ends, strict=True)
@@ -465,9 +466,64 @@ def test_memory_is_shared_opened_and_closed_on_a_stream_of_the_library(monkeypat
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", opened)
     monkeypatch.setattr(cuda_sharing, "stream_of", lambda device, purpose: "the library's")
     monkeypatch.setattr(cuda_sharing, "_uuid", lambda device: "one")
+    driver = SimpleNamespace(cuMemGetAddressRange=lambda address: (0, 64, 100))
+    monkeypatch.setattr(cuda_sharing, "_driver", lambda index: nullcontext(driver))
     storage = cuda_sharing._Storage(b"h", 100, 0, b"c", 0, b"e", True)
     body = msgspec.msgpack.encode(cuda_sharing._Handles(1, "one", [storage, storage], [(40, 0, 0), (60, 1, 40)]))
     memory = cuda_sharing.OpenedCuda(body, 0)
     assert memory.spans == Spans([0, 40], [64, 104], 100)
     del memory
     assert seen == [(what, "the library's") for what in ("open", "open", "close", "close")]
+
+
+@pytest.mark.parametrize("what", ["copy_from", "copy_to", "device_digests"])
+def test_memory_that_is_freed_while_a_call_waits_for_its_turn_is_not_touched(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    Device(monkeypatch)
+    memory, pieces = pieces_on("cuda:0", "cuda:0")
+    stream = cuda.CudaStream(pieces, StagingRing(64, 8))
+
+    class Turn:
+        """Another call has it, and memory is freed before it is over."""
+
+        def __enter__(self) -> None:
+            memory[1].untyped_storage().resize_(0)
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    launched: list[object] = []
+    kernels = SimpleNamespace(turn=Turn(), device="cuda:0", streams=())
+    monkeypatch.setattr(cuda_device, "_kernels", lambda index: kernels)
+    monkeypatch.setattr(cuda_device, "_working", lambda index: kernels)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(cuda_device, "digests", lambda *call: launched.append(call) or [b"d"])
+    part = cuda_sharing.Part(Spans([0], [4096], 200))
+    call: dict[str, Callable[[], object]] = {
+        "device_digests": lambda: stream.device_digests(100),
+        "copy_to": lambda: stream.copy_to(part, 0, 200, 100),
+        "copy_from": lambda: stream.copy_from(part, 0, 200, 100, digests=False),
+    }
+    with pytest.raises(Freed, match="byte 100"):
+        call[what]()
+    assert not launched
+
+
+def test_a_cast_runs_on_a_stream_of_the_library_beside_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, driver = Device(monkeypatch), Driver(monkeypatch)
+    masters, memory = torch.ones(8), torch.zeros(8, dtype=torch.bfloat16)
+    block = SimpleNamespace(device="cuda:0", elements=8)
+    monkeypatch.setattr(cast, "flat_of", lambda block: masters)
+    launched: list[object] = []
+    copy = torch.Tensor.copy_
+
+    def noted(target: torch.Tensor, source: torch.Tensor, **options: bool) -> torch.Tensor:
+        launched.append((device.current(torch.device("cuda:0")), driver.mode))
+        return copy(target, source, **options)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", noted)
+    cast.cast_on_device(block, memory, None, to_buffer=True)  # type: ignore[arg-type]
+    assert launched == [("cuda:0/0", threads.RELAXED)]
+    assert device.waited_for == ["cuda:0/0"]
+    assert memory.tolist() == [1.0] * 8

@@ -1,12 +1,14 @@
 """Rings of CUDA memory without a device: the driver's bindings are replaced."""
 
 import ctypes
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -40,6 +42,7 @@ class Bindings:
         self.failing = ""
         self.depth = 0
         self.free_bytes = 1 << 30
+        self.ranges = [(0x2000, 4 << 20)]  # of memory that is there
         monkeypatch.setattr(threads, "mode_exchange", lambda: self.exchange)
         monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
         bindings = ModuleType("cuda.bindings")
@@ -58,7 +61,6 @@ class Bindings:
             "cuMemAlloc": (0x1000,),
             "cuIpcGetMemHandle": (Handle(),),
             "cuIpcOpenMemHandle": (0x2000,),
-            "cuMemGetAddressRange": (0x2000, 4 << 20),
             "cuMemHostGetDevicePointer": (0x3000,),
         }
 
@@ -70,6 +72,10 @@ class Bindings:
             if "Ctx" not in name and "Device" not in name.removesuffix("DevicePointer"):
                 assert self.depth >= 2, f"{name} without the device's context"
                 self.calls.append(name + "".join(f" {each:#x}" for each in arguments if isinstance(each, int)))
+            if name == "cuMemGetAddressRange":
+                (address,) = arguments
+                assert isinstance(address, int)
+                return next(((0, base, size) for base, size in self.ranges if base <= address < base + size), (1, 0, 0))
             return (2 if name == self.failing else 0, *answers.get(name, ()))
 
         return call
@@ -134,33 +140,100 @@ def test_a_ring_leaves_most_of_what_is_free_to_others(bindings: Bindings) -> Non
 
 @pytest.mark.parametrize(("body", "size_bytes"), [(b"h" * 63, 1), (b"h" * 64, (4 << 20) + 1)])
 def test_a_ring_that_is_not_what_was_said_is_refused(bindings: Bindings, body: bytes, size_bytes: int) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011 - of a length, and of a size
+    with pytest.raises((ValueError, TransportMissing)):
         cuda_sharing.open_ring(0, body, size_bytes)
     assert not bindings.calls or bindings.calls[-1] == "cuIpcCloseMemHandle 0x2000"
 
 
+class Shared:
+    """Torch's sharing of storages, as far as this library uses it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, base: int = 0x2000, cannot: int = -1) -> None:
+        self.shared: list[int] = []
+        self.released: list[tuple[bytes, int]] = []
+        self.opened = 0
+        its = self
+
+        class Storage:
+            def __init__(self, address: int) -> None:
+                self.address = address
+
+            def data_ptr(self) -> int:
+                return self.address
+
+            def _share_cuda_(self) -> tuple[object, ...]:
+                if self.address == cannot:
+                    raise RuntimeError("cudaMallocAsync")
+                its.shared.append(self.address)
+                return (0, b"h", 100, 0, b"counter", len(its.shared), b"e", True)
+
+        class Opened(Storage):
+            def __del__(self) -> None:
+                its.opened -= 1
+
+        def opened(index: int, handle: bytes, size_bytes: int, offset_bytes: int, *_: object) -> object:
+            its.opened += 1
+            return Opened(base + offset_bytes)
+
+        self.storage = Storage
+        monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", opened)
+        monkeypatch.setattr(
+            torch.UntypedStorage, "_release_ipc_counter_cuda", lambda *counter: self.released.append(counter)
+        )
+        monkeypatch.setattr(cuda_sharing, "_beside_all", lambda index: nullcontext())
+        monkeypatch.setattr(cuda_sharing, "_uuid", lambda device: "one")
+
+
+def tensor(storage: Any) -> Any:
+    return SimpleNamespace(device=SimpleNamespace(index=0), untyped_storage=lambda: storage)
+
+
+def test_storages_are_shared_once_and_kept_until_no_reader_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    torchs = Shared(monkeypatch)
+    pieces = [Piece(0, 10, 64, "cuda:0", 64, ()), Piece(10, 20, 128, "cuda:0", 128, ())]
+    shared = cuda_sharing.share(pieces, [tensor(torchs.storage(64)), tensor(torchs.storage(128))])
+    readers = [shared, shared]
+    del shared
+    assert torchs.shared == [64, 128]
+    while readers:
+        assert torchs.released == []
+        readers.pop()
+    assert torchs.released == [(b"counter", 1), (b"counter", 2)]
+
+
 def test_what_was_shared_is_given_up_where_a_later_storage_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    given_up: list[tuple[bytes, int]] = []
-
-    class Storage:
-        def __init__(self, address: int) -> None:
-            self.address = address
-
-        def data_ptr(self) -> int:
-            return self.address
-
-        def _share_cuda_(self) -> tuple[object, ...]:
-            if self.address != 64:
-                raise RuntimeError("cudaMallocAsync")
-            return (0, b"h", 100, 0, b"counter", 7, b"e", True)
-
-    def tensor(address: int) -> Any:
-        return SimpleNamespace(device=SimpleNamespace(index=0), untyped_storage=lambda: Storage(address))
-
-    release = lambda handle, offset: given_up.append((handle, offset))  # noqa: E731
-    monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", release)
-    monkeypatch.setattr(cuda_sharing, "_beside_all", lambda index: nullcontext())
+    torchs = Shared(monkeypatch, cannot=128)
     pieces = [Piece(0, 10, 64, "cuda:0", 64, ()), Piece(10, 20, 128, "cuda:0", 128, ())]
     with pytest.raises(TransportMissing, match="cudaMallocAsync"):
-        cuda_sharing.share(pieces, [tensor(64), tensor(128)])
-    assert given_up == [(b"counter", 7)]
+        cuda_sharing.share(pieces, [tensor(torchs.storage(64)), tensor(torchs.storage(128))])
+    gc.collect()
+    assert torchs.released == [(b"counter", 1)]
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "offset_bytes", "is_there"),
+    [
+        (4 << 20, 0, True),
+        (1 << 20, 3 << 20, True),
+        (5 << 20, 2 << 20, True),  # segments that follow each other
+        ((8 << 20) + 1, 0, False),
+        (1, 8 << 20, False),
+        (1 << 20, 7 << 20, True),
+        (1 << 40, 0, False),
+        (1, 1 << 62, False),
+    ],
+)
+def test_memory_outside_of_what_was_opened_is_refused(
+    bindings: Bindings, monkeypatch: pytest.MonkeyPatch, size_bytes: int, offset_bytes: int, is_there: bool
+) -> None:
+    torchs = Shared(monkeypatch)
+    bindings.ranges = [(0x2000, 4 << 20), (0x2000 + (4 << 20), 4 << 20)]
+    storage = cuda_sharing._Storage(b"h", size_bytes, offset_bytes, b"c", 0, b"e", True)
+    body = msgspec.msgpack.encode(cuda_sharing._Handles(1, "one", [storage], [(size_bytes, 0, 0)]))
+    if is_there:
+        assert cuda_sharing.OpenedCuda(body, 0).spans.addresses == [0x2000 + offset_bytes]
+    else:
+        with pytest.raises(TransportMissing, match="outside of what it has shared"):
+            cuda_sharing.OpenedCuda(body, 0)
+        gc.collect()
+    assert torchs.opened == 0

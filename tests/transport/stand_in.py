@@ -70,12 +70,12 @@ def share(view: memoryview) -> Shared:
 
 def _shared(view: memoryview) -> Shared:
     if not len(view):
-        return Shared(msgspec.msgpack.encode(_Handle(os.getpid(), -1, 0, 0)), lambda: None)
+        return Shared(msgspec.msgpack.encode(_Handle(os.getpid(), -1, 0, 0)))
     address = ctypes.addressof(ctypes.c_char.from_buffer(view))
     for base, (descriptor, size_bytes) in _descriptors.items():
         if base <= address and address + len(view) <= base + size_bytes:
             handle = _Handle(os.getpid(), descriptor, address - base, len(view))
-            return Shared(msgspec.msgpack.encode(handle), lambda: None)
+            return Shared(msgspec.msgpack.encode(handle))
     raise TransportMissing("this memory cannot be shared")
 
 

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import select
 import signal
 import threading
 import weakref
@@ -15,6 +14,7 @@ import pytest
 
 from tensorhub.memory import landing
 from tensorhub.protocol.errors import (
+    Closed,
     CorruptTransfer,
     SourceLost,
     TensorHubError,
@@ -129,12 +129,6 @@ class Memory:
     size_bytes = CHUNK
 
 
-def is_hung_up(end: int) -> bool:
-    poll = select.poll()
-    poll.register(end, 0)
-    return bool(poll.poll(0))
-
-
 @pytest.fixture
 def pipes() -> Iterator[tuple[Ends, Ends]]:
     """That of a registration, and the one that tells its source that the memory is closed."""
@@ -144,22 +138,29 @@ def pipes() -> Iterator[tuple[Ends, Ends]]:
         each.close()
 
 
-def test_memory_is_closed_before_its_source_is_told(pipes: tuple[Ends, Ends]) -> None:
+def test_memory_is_closed_before_its_source_is_told(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A source that is told may give the memory back, which no reader may have open then."""
-    peers, known, told_first = Peers(CudaSettings()), Memory(), []
-    (lasts, registered), (told, closes) = (each.descriptors() for each in pipes)
-    mine = os.dup(told)
-    weakref.finalize(known, lambda: told_first.append(is_hung_up(mine)))
-    peers.keep(b"registration", known, (lasts, closes))
-    for end in (closes, registered):
-        os.dup2(told, end)
-    kit.until(lambda: peers.known(b"registration") is None, "its source has let it go")
-    assert told_first == []
-    del known
-    kit.until(lambda: is_hung_up(mine), "the source is told")
-    assert told_first == [False]
-    os.close(mine)
-    peers.close()
+    right = content(CHUNK)
+    source, reader = make(), make()
+    source.export(full("k", right, CHUNK))
+    open_still: weakref.WeakSet[object] = weakref.WeakSet()
+    when_told: list[int] = []
+    start_of, end_of = stand_in.Opened.__init__, cuda.Offered.end
+
+    def opening(self: object, body: bytes) -> None:
+        start_of(self, body)
+        open_still.add(self)
+
+    def told(self: cuda.Offered) -> None:
+        when_told.append(len(open_still))
+        end_of(self)
+
+    monkeypatch.setattr(stand_in.Opened, "__init__", opening)
+    monkeypatch.setattr(cuda.Offered, "end", told)
+    assert read_all(reader, source.endpoint, "k", Target(right, CHUNK)) is None
+    assert (len(open_still), when_told) == (1, [])
+    reader.close()
+    kit.until(lambda: when_told == [0], "the source is told")
 
 
 def test_memory_that_nobody_watches_is_not_kept(pipes: tuple[Ends, Ends], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,11 +170,14 @@ def test_memory_that_nobody_watches_is_not_kept(pipes: tuple[Ends, Ends], monkey
     peers = Peers(CudaSettings())
     monkeypatch.setattr(cuda, "start", no_thread)
     with pytest.raises(Unavailable):
-        peers.keep(b"registration", Memory(), (pipes[0].descriptors()[0], pipes[1].descriptors()[1]))
+        peers.keep(b"registration", Memory(), Ends(lambda: (os.dup(pipes[0].descriptors()[0]),)))
     assert peers.known(b"registration") is None
+    peers.close()
+    with pytest.raises(Closed):
+        peers.keep(b"registration", Memory(), Ends(lambda: (os.dup(pipes[0].descriptors()[0]),)))
 
 
-def test_a_watch_that_is_closed_ends_whatever_it_is_asked_besides(pipes: tuple[Ends, Ends]) -> None:
+def test_a_watch_that_is_closed_ends_when_it_has_done_what_is_due(pipes: tuple[Ends, Ends]) -> None:
     watch, is_due, may_end = cuda.Watch(), threading.Event(), threading.Event()
     watching: list[threading.Thread] = []
 
@@ -184,13 +188,14 @@ def test_a_watch_that_is_closed_ends_whatever_it_is_asked_besides(pipes: tuple[E
 
     first, second = (each.descriptors() for each in pipes)
     watch.when_closed(Ends(lambda: (os.dup(first[0]),)), due)
+    watch.when_closed(Ends(lambda: (os.dup(second[0]),)), due)
     os.dup2(first[0], first[1])
     assert is_due.wait(DEADLINE_S)
     watch.close()
-    watch.when_closed(Ends(lambda: (os.dup(second[0]),)), due)
     may_end.set()
     watching[0].join(DEADLINE_S)
     assert not watching[0].is_alive()
+    assert len(watching) == 1
 
 
 def test_a_byte_that_flips_after_its_arrival_is_found(make: Make, during_copy: list[object]) -> None:
@@ -357,3 +362,110 @@ def test_a_failure_of_what_is_due_leaves_the_other_pipes_watched() -> None:
     for _, writing in pipes:
         os.close(writing)
     assert done.wait(30)
+
+
+# -- faults of peers and of this process -------------------------------------------------------------------------------
+
+
+class Server:
+    """The server of a transport under test."""
+
+    def __new__(cls, source: object) -> cuda.CudaServer:  # type: ignore[misc]
+        assert isinstance(source, CudaTransport)
+        assert isinstance(source._server, cuda.CudaServer)
+        return source._server
+
+
+def test_a_device_is_not_asked_with_the_lock_that_every_reader_needs(make: Make) -> None:
+    """The first question compiles kernels."""
+    right = content(CHUNK)
+    source, reader = make(), make()
+    export, asked = full("k", right, CHUNK), []
+
+    class Asked(kit.Pieces):
+        @property
+        def is_on_device(self) -> bool:
+            asked.append(Server(source)._lock._is_owned())  # type: ignore[attr-defined]
+            return True
+
+    export.stream.__class__ = Asked  # type: ignore[assignment]
+    source.export(export)
+    assert read_all(reader, source.endpoint, "k", Target(right, CHUNK)) is None
+    assert not any(asked)
+
+
+def test_a_source_that_cannot_watch_a_reader_gives_up_no_memory_that_it_has_open(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = content(CHUNK)
+    source, reader = make(), make()
+    source.export(full("k", right, CHUNK))
+    still_open: list[int] = []
+    opened: weakref.WeakSet[object] = weakref.WeakSet()
+    share, start_of = stand_in.share, stand_in.Opened.__init__
+
+    def noted(view: memoryview) -> object:
+        found = share(view)
+        memory = Memory()
+        weakref.finalize(memory, lambda: still_open.append(len(opened)))
+        return type(found)(found.body, memory)
+
+    def opening(self: object, body: bytes) -> None:
+        start_of(self, body)
+        opened.add(self)
+
+    def refused(watch: object, *_: object) -> None:
+        raise Unavailable("this process may start no more threads")
+
+    monkeypatch.setattr(stand_in, "share", noted)
+    monkeypatch.setattr(stand_in.Opened, "__init__", opening)
+    monkeypatch.setattr(Server(source)._watch, "when_closed", refused)
+    read_all(reader, source.endpoint, "k", Target(right, CHUNK))
+    source.close()
+    assert not any(still_open)
+
+
+def test_a_closed_transport_hands_over_no_descriptor_of_another_file(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = content(CHUNK)
+    source, reader = make(), make()
+    source.export(full("k", right, CHUNK))
+    assert read_all(reader, source.endpoint, "k", Target(right, CHUNK)) is None
+    introduce, send, sent = cuda.AnnouncingServer.introduce, cuda.send_with_descriptors, []
+
+    def closing(self: cuda.CudaServer, *arguments: object) -> None:
+        introduce(self, *arguments)  # type: ignore[arg-type]
+        self.close()
+
+    monkeypatch.setattr(cuda.AnnouncingServer, "introduce", closing)
+    monkeypatch.setattr(cuda, "send_with_descriptors", lambda *what: (sent.append(what), send(*what))[1])
+    assert read_all(reader, source.endpoint, "k", Target(right, CHUNK)) is not None
+    kit.until(lambda: not len(Server(source)._door), "its thread has left")
+    assert not sent
+
+
+def test_a_watch_that_is_busy_delays_nobody(pipes: tuple[Ends, Ends]) -> None:
+    watch, is_due, may_end = cuda.Watch(), threading.Event(), threading.Event()
+
+    def due() -> None:
+        is_due.set()
+        may_end.wait(DEADLINE_S)
+
+    first, second = (each.descriptors() for each in pipes)
+    waited_for = Ends(lambda: (os.dup(second[0]),))
+    watch.when_closed(Ends(lambda: (os.dup(first[0]),)), due)
+    os.dup2(first[0], first[1])
+    assert is_due.wait(DEADLINE_S)
+
+    def ask() -> None:
+        for _ in range(70_000):  # more than a pipe takes
+            watch.when_closed(waited_for, lambda: None)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(DEADLINE_S)
+    is_stuck = asking.is_alive()
+    may_end.set()
+    watch.close()
+    assert not is_stuck

@@ -16,6 +16,7 @@ from tensorhub.protocol.errors import CorruptTransfer, SourceLost, TransportMiss
 from tensorhub.transport import cuda
 from tensorhub.transport.base import Export, Progress
 from tensorhub.transport.cuda import PINNED, RING, SLOTS, CudaServer, CudaStream, CudaTransport
+from tensorhub.transport.tcp import wire as tcp_wire
 from tensorhub.transport.tcp.wire import Wire
 
 from . import kit, test_contract, test_contract_faults
@@ -300,6 +301,33 @@ def test_what_is_in_a_slot_when_it_is_withdrawn_does_not_count(make: Make) -> No
     assert isinstance(ended.wait(), SourceLost)
     assert len(filled) == SLOTS + 1
     assert target.order == list(range(8)), "one slot was read before"
+
+
+@pytest.mark.parametrize("end", ["withdrawn", "closed"])
+def test_a_ring_outlives_its_connection_until_the_reader_has_copied(
+    make: Make, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    monkeypatch.setattr(tcp_wire, "LINGER_S", 0.0)
+    right = content(64 * CHUNK)
+    source, reader = make(60.0), make(60.0)
+    source.export(full("k", right, CHUNK))
+    is_copying, may_end = threading.Event(), threading.Event()
+
+    def copying(start: int, view: memoryview) -> None:
+        is_copying.set()
+        may_end.wait(DEADLINE_S)
+
+    stand_in.during_copy.append(copying)
+    _, ended = start_read(reader, source.endpoint, "k", Target(right, CHUNK))
+    assert is_copying.wait(DEADLINE_S)
+    if end == "withdrawn":
+        source.withdraw("k", timeout_s=DEADLINE_S)
+    else:
+        source.close()
+    kit.until(lambda: feeds(source) == 0, "the source's thread has left")
+    assert len(stand_in.rings) == 2, "both ends have the ring open"
+    may_end.set()
+    assert isinstance(ended.wait(), SourceLost)
 
 
 # -- peers that break the rules ----------------------------------------------------------------------------------------

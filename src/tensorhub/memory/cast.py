@@ -12,6 +12,7 @@ import msgspec
 
 from ..protocol.errors import Closed, HostMemoryFull, UsageError
 from ..transport.sealed import Sealed, Unmappable
+from ..transport.threads import beside_captures, scope
 from ..transport.views import Addresses
 from .describe import Described, InPlace
 from .parallel import in_parallel
@@ -289,14 +290,27 @@ def on_device(block: Block) -> "torch.Tensor":
 def cast_on_device(
     block: Block, memory: "torch.Tensor", kept_to: Sequence[tuple[int, int]] | None, *, to_buffer: bool
 ) -> None:
-    """All of the block, or what is in these ranges of elements; it goes on when this has returned."""
-    import torch
-
-    with torch.no_grad():
+    """All of the block, or what is in these ranges of elements."""
+    with on_its_stream(block.device):
         masters = flat_of(block)
         target, source = (memory, masters) if to_buffer else (masters, memory)
         for start, stop in [(0, block.elements)] if kept_to is None else kept_to:
             target[start:stop].copy_(source[start:stop], non_blocking=True)
+
+
+@scope
+def on_its_stream(device: str) -> Iterator[None]:
+    """What the block launches runs on a stream of this library, beside captures. It is done when the block ends."""
+    import torch
+
+    from .cuda_device import stream_of, wait_for
+
+    stream = stream_of(torch.device(device), "cast")
+    with torch.no_grad(), beside_captures(), torch.cuda.stream(stream):
+        try:
+            yield
+        finally:
+            wait_for(stream)
 
 
 def flat_of(block: Block) -> "torch.Tensor":
@@ -436,7 +450,8 @@ class Casts:
             for index, memory in self._devices.items():
                 if is_over() or self._is_closed.is_set():
                     raise Closed("the cast was given up")
-                found.update(dict.fromkeys(self._differing_on_device(index, memory)))
+                with on_its_stream(self._blocks[index].device):
+                    found.update(dict.fromkeys(self._differing_on_device(index, memory)))
         return [master.name for block in self._blocks for master in block.masters if master.name in found]
 
     def close(self) -> None:
@@ -472,7 +487,6 @@ class Casts:
                 kept_to = None if to_buffer else self._kept_to.get(index)
                 cast_on_device(self._blocks[index], memory, kept_to, to_buffer=bool(to_buffer))
             in_parallel(one, runs, threads=max(1, min(cores, MAX_THREADS, len(runs))), name="cast")
-            settle(devices)
 
     def _piece(self, index: int, first: int, last: int, room: bytearray) -> "Piece":
         block = self._blocks[index]

@@ -160,6 +160,7 @@ class CudaStream(StagedStream):
 
     def __init__(self, pieces: Sequence[Piece], ring: StagingRing | None = None) -> None:
         self._cuda = CudaCopier(pieces)
+        self._shared: Shared | None = None
         super().__init__(pieces, self._cuda, ring)
 
     def hashes(self, start: int, stop: int) -> bool:
@@ -182,7 +183,7 @@ class CudaStream(StagedStream):
                 spans = _side_by_side(spans, its, chunk_bytes)
                 start, stop = 0, spans.stop
             if its:
-                made = _hashed(name, spans, Chunks(start, stop, chunk_bytes))
+                made = _hashed(name, spans, Chunks(start, stop, chunk_bytes), self._cuda.spans)
                 found.update((chunk, it) for chunk, it in zip(its, made, strict=False) if it)
         return found
 
@@ -201,8 +202,11 @@ class CudaStream(StagedStream):
     def share(self) -> Shared:
         from .cuda_sharing import share
 
-        memory = [self._cuda.memory_of(index) for index in range(len(self._pieces))]
-        return share(self._pieces, [tensor for tensor in memory if tensor is not None])
+        self._cuda.spans()
+        if self._shared is None:
+            memory = [self._cuda.memory_of(index) for index in range(len(self._pieces))]
+            self._shared = share(self._pieces, [tensor for tensor in memory if tensor is not None])
+        return self._shared
 
     def open(self, body: bytes) -> Opened:
         from .cuda_sharing import OpenedCuda
@@ -228,21 +232,15 @@ class CudaStream(StagedStream):
         from .cuda_sharing import Part
 
         assert isinstance(target, Part)
-        ((name, mine),) = self._cuda.spans()
-        try:
-            cuda_device.device_digests(_index(name), mine, Chunks(start, stop, chunk_bytes), target.spans)
-        except (NoRoom, RuntimeError) as error:
-            raise TransferError(f"copying on {name} failed: {error}") from error
+        ((_, mine),) = self._cuda.runs
+        self._copied(mine, target.spans, Chunks(start, stop, chunk_bytes))
 
     def copy_from(self, source: Opened, start: int, stop: int, chunk_bytes: int, *, digests: bool) -> list[bytes]:
         from .cuda_sharing import OpenedCuda, Part
 
         assert isinstance(source, OpenedCuda | Part)
-        ((name, mine),) = self._cuda.spans()
-        try:
-            made = cuda_device.device_digests(_index(name), source.spans, Chunks(start, stop, chunk_bytes), mine)
-        except (NoRoom, RuntimeError) as error:
-            raise TransferError(f"copying on {name} failed: {error}") from error
+        ((_, mine),) = self._cuda.runs
+        made = self._copied(source.spans, mine, Chunks(start, stop, chunk_bytes))
         if not digests:
             return []
         for at, found in enumerate(made):
@@ -250,6 +248,12 @@ class CudaStream(StagedStream):
                 with self.reading(start + at * chunk_bytes, min(start + (at + 1) * chunk_bytes, stop)) as views:
                     made[at] = digest(views)
         return made
+
+    def _copied(self, source: Spans, target: Spans, chunks: Chunks) -> list[bytes]:
+        try:
+            return cuda_device.device_digests(_index(self.device), source, chunks, target, check=self._cuda.spans)
+        except (NoRoom, RuntimeError) as error:
+            raise TransferError(f"copying on {self.device} failed: {error}") from error
 
     def land(self, source: Opened, batches: Batches, scatter: Scatter, *, digests: bool) -> Landing:
         from .cuda_sharing import OpenedCuda
@@ -295,12 +299,12 @@ def _side_by_side(spans: Spans, chunks: Sequence[int], chunk_bytes: int) -> Span
     return Spans(starts, addresses, at)
 
 
-def _hashed(name: str, spans: Spans, chunks: Chunks) -> list[bytes]:
+def _hashed(name: str, spans: Spans, chunks: Chunks, check: Callable[[], object]) -> list[bytes]:
     """The digests of these chunks; none where the device can not."""
     reason = cuda_device.why_not(_index(name))
     if reason is None:
         try:
-            return cuda_device.device_digests(_index(name), spans, chunks)
+            return cuda_device.device_digests(_index(name), spans, chunks, check=check)
         except (NoRoom, RuntimeError) as error:
             reason = f"{type(error).__name__}: {error}"
     if reason not in _said:

@@ -108,10 +108,21 @@ class CudaLauncher:
         wait_for(self._its.streams[lane])
 
 
-def device_digests(index: int, source: Spans, chunks: Chunks, target: Spans | None = None) -> list[bytes]:
-    """`xxh3.digests` on that CUDA device. Raises `NoRoom`, and `RuntimeError` where the device fails."""
+def device_digests(
+    index: int,
+    source: Spans,
+    chunks: Chunks,
+    target: Spans | None = None,
+    *,
+    check: Callable[[], object] = lambda: None,
+) -> list[bytes]:
+    """`xxh3.digests` on that CUDA device. Raises `NoRoom`, and `RuntimeError` where the device fails.
+
+    `check` raises where memory was freed. It is called last: other calls may have the device for long before.
+    """
     kernels = _working(index)
     with kernels.turn, _on(kernels):
+        check()
         launcher = CudaLauncher(kernels)
         try:
             return digests(launcher, source, chunks, target)

@@ -1,8 +1,8 @@
 """Memory of CUDA devices, shared between processes of one host as torch.multiprocessing shares it.
 
 Torch's allocators are both served: default segments by CUDA IPC, expandable segments by file descriptors. Torch keeps a
-block that was shared until its last reader has closed it, also where its owner frees it or dies. Handles are numbers
-and bytes, so they travel in messages of our own.
+block that was shared until its counter is 0, also where its owner frees it. The source shares each storage once for all
+readers, and counts them itself. Handles are numbers and bytes, so they travel in messages of our own.
 
 What cannot be shared (cudaMallocAsync, memory that an engine made with cuMemCreate) is `TransportMissing`. It goes
 through a ring: memory that this library takes from the driver itself, because torch's allocator may be the very one
@@ -68,17 +68,27 @@ _handles = msgspec.msgpack.Decoder(_Handles)
 NO_COUNTER = {"counter_handle": b"/tensorhub-counts-itself", "counter_offset": 0}
 
 
+class SharedStorages:
+    """Storages that torch has shared. It keeps their memory, also where its owner frees it, until this is forgotten."""
+
+    def __init__(self) -> None:
+        self.handles: list[_Storage] = []
+        weakref.finalize(self, _give_up, os.getpid(), self.handles).atexit = False
+
+
+def _give_up(process: int, storages: Sequence[_Storage]) -> None:
+    """Readers count nothing, so torch's counter of each storage is 1 until now."""
+    if os.getpid() == process:
+        for it in storages:
+            torch.UntypedStorage._release_ipc_counter_cuda(it.counter_handle, it.counter_offset)
+
+
 def share(pieces: Sequence[Piece], memory: Sequence[torch.Tensor]) -> Shared:
-    """For one reader. `memory` is each piece as bytes. Raises `TransportMissing`."""
-    storages: list[_Storage] = []
-    try:
-        return _shared(pieces, memory, storages)
-    except BaseException:
-        _give_up(storages)
-        raise
+    """For all readers, once: torch wraps a storage anew each time. `memory` is each piece as bytes.
 
-
-def _shared(pieces: Sequence[Piece], memory: Sequence[torch.Tensor], storages: list[_Storage]) -> Shared:
+    Raises `TransportMissing`.
+    """
+    storages = SharedStorages()
     numbers: dict[int, int] = {}
     places: list[tuple[int, int, int]] = []
     with _beside_all(memory[0].device.index):
@@ -86,7 +96,7 @@ def _shared(pieces: Sequence[Piece], memory: Sequence[torch.Tensor], storages: l
             storage = tensor.untyped_storage()
             base = storage.data_ptr()
             if base not in numbers:
-                numbers[base] = len(storages)
+                numbers[base] = len(storages.handles)
                 try:
                     _, *rest = storage._share_cuda_()  # type: ignore[no-untyped-call]
                 except RuntimeError as error:
@@ -94,19 +104,10 @@ def _shared(pieces: Sequence[Piece], memory: Sequence[torch.Tensor], storages: l
                         f"memory on {piece.device} cannot be shared with another process: {error}",
                         hint="torch's default allocator and expandable_segments can; cudaMallocAsync cannot",
                     ) from error
-                storages.append(_Storage(*rest))
+                storages.handles.append(_Storage(*rest))
             places.append((piece.size_bytes, numbers[base], piece.address - base))
-    body = msgspec.msgpack.encode(_Handles(os.getpid(), _uuid(memory[0].device), storages, places))
-    return Shared(body, lambda: _give_up(storages))
-
-
-def _give_up(storages: Sequence[_Storage]) -> None:
-    """The reader has not opened them, has let go of them, or has died: torch would keep the memory for it for good.
-
-    Called once for each share: a counter below zero is a large number to torch. So the reader counts nothing.
-    """
-    for it in storages:
-        torch.UntypedStorage._release_ipc_counter_cuda(it.counter_handle, it.counter_offset)
+    body = msgspec.msgpack.encode(_Handles(os.getpid(), _uuid(memory[0].device), storages.handles, places))
+    return Shared(body, storages)
 
 
 class OpenedCuda:
@@ -123,8 +124,8 @@ class OpenedCuda:
         if handles.device != _uuid(torch.device("cuda", index)):
             raise TransportMissing("the source's tensors are on another device")
         sizes = [it.size_bytes for it in handles.storages]
-        for length, storage, first in handles.pieces:
-            if storage >= len(sizes) or first + length > sizes[storage]:
+        for length, number, first in handles.pieces:
+            if number >= len(sizes) or first + length > sizes[number]:
                 raise ValueError(f"a piece of {length} B at {first} is not inside its storage")
         opened: list[torch.UntypedStorage] = []
         weakref.finalize(self, _close, os.getpid(), index, opened)  # also where opening fails half-way
@@ -136,10 +137,13 @@ class OpenedCuda:
                 )
             except RuntimeError as error:
                 raise TransportMissing(f"the source's memory cannot be opened here: {error}", hint="use tcp") from error
+        with _driver(index) as driver:
+            for it, storage in zip(handles.storages, opened, strict=True):
+                _check_is_there(driver, storage.data_ptr() - it.offset_bytes, it.offset_bytes + it.size_bytes)
         starts, addresses, at = [], [], 0
-        for length, storage, first in handles.pieces:
+        for length, number, first in handles.pieces:
             starts.append(at)
-            addresses.append(opened[storage].data_ptr() + first)
+            addresses.append(opened[number].data_ptr() + first)
             at += length
         self._storages = opened  # what keeps the memory open; nothing else may
         self.size_bytes = at
@@ -231,12 +235,12 @@ def open_ring(index: int, body: bytes, size_bytes: int) -> CudaRing:
         ctypes.memmove(handle.getPtr(), body, HANDLE_BYTES)
         peers = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS.value
         memory = _done(driver.cuIpcOpenMemHandle(handle, peers))
-        ring = CudaRing(index, int(memory), b"", lambda driver: driver.cuIpcCloseMemHandle(memory))
-        status, base, there_bytes = driver.cuMemGetAddressRange(memory)
-        if int(status) == 0 and int(base) + int(there_bytes) < int(memory) + size_bytes:
-            ring.close()
-            raise ValueError(f"memory of {there_bytes} B for a ring of {size_bytes} B")
-        return ring
+        try:
+            _check_is_there(driver, int(memory), size_bytes)
+        except TransportMissing:
+            driver.cuIpcCloseMemHandle(memory)
+            raise
+        return CudaRing(index, int(memory), b"", lambda driver: driver.cuIpcCloseMemHandle(memory))
 
 
 def pin_ring(index: int, address: int, size_bytes: int) -> CudaRing:
@@ -270,6 +274,19 @@ def _driver(index: int) -> Iterator[Any]:
                 driver.cuCtxPopCurrent()
         finally:
             driver.cuDevicePrimaryCtxRelease(device)
+
+
+def _check_is_there(driver: Any, address: int, size_bytes: int) -> None:
+    """Raises `TransportMissing` unless all of this is memory: a kernel that reads elsewhere ends the context.
+
+    Expandable segments lie in several allocations, one after another.
+    """
+    at, stop = address, address + size_bytes
+    while at < stop:
+        status, base, there_bytes = driver.cuMemGetAddressRange(at)
+        if int(status):
+            raise TransportMissing(f"the source names {size_bytes} B, outside of what it has shared", hint="use tcp")
+        at = int(base) + int(there_bytes)
 
 
 def _done(answer: tuple[Any, ...]) -> Any:

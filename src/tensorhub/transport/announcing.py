@@ -10,6 +10,7 @@ It must never: send a chunk.
 
 import select
 import struct
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -86,8 +87,8 @@ class AnnouncedStream(Stream):
         self._ready = self._ready[1:]
 
     def has_ready(self, chunk: int) -> bool:
-        """Whether this chunk, which is the next due, is announced already. Waits for nothing."""
-        while not self._ready and self._end is None and is_readable(self.wire):
+        """Whether this chunk, the next due, is announced already. Takes one frame at most, and waits for none."""
+        if not self._ready and self._end is None and is_readable(self.wire):
             kind, length, number = self.receive_header()
             if kind == tcp_wire.GONE:
                 self._end = self.job.refused(self.wire.receive_gone(length))
@@ -122,12 +123,16 @@ class AnnouncedStream(Stream):
                 self.ask(())
 
     def why_ended(self) -> Exception:
-        """What ended the export, as the source says it, or else that it is gone."""
-        while True:
-            kind, length, _ = self.wire.receive_header()
+        """What ended the export, as the source says it within `silence_s`, or else that it is gone."""
+        deadline = time.monotonic() + self.job.settings.silence_s
+        while self._end is None:
+            kind, length, _ = self.receive_header()
             if kind == tcp_wire.GONE:
                 return self.job.refused(self.wire.receive_gone(length))
             self.wire.receive_body(length, COUNT.size)
+            if time.monotonic() > deadline:
+                return self.job.lost("its export has ended, and it does not say why")
+        return self._end
 
 
 def is_readable(wire: Wire) -> bool:

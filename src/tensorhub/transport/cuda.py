@@ -12,20 +12,21 @@ There are three ways, and a pair takes the first that both ends can:
 What is said over a unix socket, after the greetings and the manifest:
 
     source  SHARED   the seal, the id of the registration, and two ends of pipes: one that closes with the registration,
-                     and one that the reader closes with the memory that it has opened
+                     and one that the reader closes behind what it has opened, memory or ring
     reader  OPEN     `number` is the way that it asks for; OPENED: it has opened what was offered last, or long before
     source  OFFER    `number` is that way or, where the source cannot, a later one; what opens the memory. Of a ring:
                      the size and the number of its slots, and a handle (RING) or a descriptor (PINNED)
     source  READY    as `announcing` says. Through a ring, these chunks fill the next slot
 
 A ring has two slots, used in turn: the source fills one while the reader copies from the other. Each request says how
-many bytes the reader has read, and so which slots are free. A ring lasts as long as its connection: the reader closes
-it before it hangs up, and the source after that. A source that is stopped feeds no ring, and is lost after `silence_s`.
+many bytes the reader has read, and so which slots are free. A source that is stopped feeds no ring, and is lost after
+`silence_s`.
 
 Why what was read is right: a chunk counts only if the source's seal was seen after the copy, as with `local`, and if
 the digest that the device made of the copied bytes is the announced one. Why memory does not stay: the reader lets go
 of what it has opened as soon as the pipe closes, which it does when the source registers anew, closes or dies. And
-the source gives up what a reader had opened as soon as the other pipe closes, which it does when that reader dies.
+the source gives up what it has offered, memory or ring, once the other pipe closes, also where that reader dies. It
+does so never before, whatever becomes of the connection.
 """
 
 import contextlib
@@ -42,10 +43,9 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from traceback import clear_frames
 
-from ..protocol.errors import TensorHubError, TransportMissing, UsageError
+from ..protocol.errors import Closed, TensorHubError, TransportMissing, UsageError
 from .announcing import AnnouncedStream, AnnouncingServer
 from .base import ByteStream, Export, OnEnd, Sink, Taking
 from .cuda_pieces import read_pieces, target_of
@@ -118,7 +118,6 @@ class Lifeline(Ends):
     def __init__(self) -> None:
         self.id = secrets.token_bytes(ID_BYTES)
         super().__init__(os.pipe)
-        self.end, _ = self._numbers
 
 
 def _close(*descriptors: int) -> None:
@@ -127,39 +126,44 @@ def _close(*descriptors: int) -> None:
             os.close(descriptor)
 
 
+def _copy_of(descriptor: int) -> Ends:
+    return Ends(lambda: (os.dup(descriptor),))
+
+
 class Watch:
     """Waits, in a thread that lives as long as it waits, for pipes to close. What is then due is done there."""
 
     def __init__(self) -> None:
         self._due: dict[int, tuple[Ends, Callable[[], object]]] = {}
         self._lock = threading.Lock()
-        self._wake: Ends | None = None
+        self._wake: Ends | None = None  # a counter of the kernel: to add to it never waits
+        self._is_closed = False
 
     def when_closed(self, pipe: Ends, due: Callable[[], object]) -> None:
-        """`pipe` is the reading end of one. Raises `Unavailable` where no thread can be started."""
+        """`pipe` is the reading end of one. Raises `Unavailable` where no thread can be started, and `Closed`."""
         (number,) = pipe.descriptors()
         with self._lock:
+            if self._is_closed:
+                raise Closed("this cuda transport was closed")
             if self._wake is None:
-                wake = Ends(os.pipe)
-                start(Thread(self._run, name="tensorhub-cuda-watch", args=wake.descriptors()[:1]))
+                wake = Ends(lambda: (os.eventfd(0),))
+                start(Thread(self._run, name="tensorhub-cuda-watch", args=wake.descriptors()))
                 self._wake = wake
             self._due[number] = pipe, due
-            self._tell(b"+")
+            os.eventfd_write(self._wake.descriptors()[0], 1)
 
     def _run(self, wake: int) -> None:
         while True:
             poll = select.poll()
             poll.register(wake, select.POLLIN)
             with self._lock:
-                if not self._due:
+                if not self._due or self._is_closed:
                     return self._end()
                 for number in self._due:
                     poll.register(number, 0)  # a hang-up is always told
             for ready, _ in poll.poll():
                 if ready == wake:
-                    if b"-" in os.read(wake, 4096):
-                        self._drop()
-                        break
+                    os.eventfd_read(wake)
                     continue
                 with self._lock:
                     pipe, due = self._due.pop(ready)
@@ -169,27 +173,19 @@ class Watch:
                 except Exception:  # noqa: BLE001 - the thread's top: the other pipes are still watched
                     _log.exception("what was due when a peer let go has failed")
 
-    def _drop(self) -> None:
-        with self._lock:
-            for pipe, _ in self._due.values():
-                pipe.close()
-            self._due.clear()
-
     def _end(self) -> None:
         """With the lock held."""
         assert self._wake is not None
         self._wake.close()
         self._wake = None
+        self._due.clear()
 
     def close(self) -> None:
         """Wait for nothing any more. Nothing is done for what is still open."""
         with self._lock:
+            self._is_closed = True
             if self._wake is not None:
-                self._tell(b"-")
-
-    def _tell(self, word: bytes) -> None:
-        assert self._wake is not None
-        os.write(self._wake.descriptors()[1], word)
+                os.eventfd_write(self._wake.descriptors()[0], 1)
 
 
 class Pages:
@@ -222,11 +218,14 @@ class Pages:
 class Ring:
     """One end of a ring: slots of memory that both ends have open, used in turn."""
 
+    told_by: Ends | None = None  # at its reader: closed behind it, which tells its source
+
     def __init__(self, memory: RingMemory, slot_bytes: int, slots: int, pages: Pages | Foreign | None = None) -> None:
         self.memory = memory
         self.slot_bytes = slot_bytes
         self.slots = slots
         self.pages = pages
+        self.is_open = True
         self._uses = 0
 
     @property
@@ -243,16 +242,55 @@ class Ring:
         self.memory.close()
         if self.pages is not None:
             self.pages.close()
+        if self.told_by is not None:
+            self.told_by.close()
+        self.is_open = False
+
+
+class Offered:
+    """What a source has offered last to one reader, kept until that has closed its end of a pipe, or has died."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._give_up: Callable[[], object] | None = None
+        self._is_over = False
+
+    def keep(self, give_up: Callable[[], object] | None) -> None:
+        """In place of what it was before. `give_up` is called when it is kept no more."""
+        with self._lock:
+            due = (self._give_up, give_up if self._is_over else None)
+            self._give_up = None if self._is_over else give_up
+        for each in due:
+            if each is not None:
+                each()
+
+    def end(self) -> None:
+        """The reader has nothing open any more."""
+        with self._lock:
+            self._is_over = True
+        self.keep(None)
 
 
 class Feed:
-    """A ring at its source: which slots are filled, and what the reader has asked for besides."""
+    """A ring at its source: which slots are filled, and what the reader has asked for besides.
+
+    It is closed once both have let it go, the thread that fills it and the reader.
+    """
 
     def __init__(self, ring: Ring) -> None:
         self.ring = ring
+        self._lock = threading.Lock()
+        self._users = 2
         self.asked = deque[tuple[int, int]]()
         self._filled = deque[int]()  # for each slot: bytes that the reader has read once it has read this one
         self._sent_bytes = self._read_bytes = 0
+
+    def let_go(self) -> None:
+        """By each of the two, once."""
+        with self._lock:
+            self._users -= 1
+        if not self._users:
+            self.ring.close()
 
     @property
     def is_full(self) -> bool:
@@ -272,6 +310,14 @@ class Feed:
             self._filled.popleft()
 
 
+class CudaServed(LocalServed):
+    """An export, and whether it is on a device. To ask may compile kernels: not while the server's lock is held."""
+
+    def __init__(self, export: Export) -> None:
+        super().__init__(export)
+        self.is_on_device = on_device(export.stream) is not None
+
+
 class CudaServer(LocalServer):
     """Lets readers of this user open the memory of exports, or feeds them through rings."""
 
@@ -281,6 +327,7 @@ class CudaServer(LocalServer):
         self._lifelines: weakref.WeakKeyDictionary[ByteStream, Lifeline] = weakref.WeakKeyDictionary()
         self._watch = Watch()
         self._ring_bytes = ring_bytes
+        self._rings: list[Ring] = []
         self._feeds: dict[Wire, Feed] = {}
         self._feeding = threading.Lock()  # one ring is made at a time, so that their sum has a limit
         super().__init__(settings, place)
@@ -288,81 +335,89 @@ class CudaServer(LocalServer):
     def advertised(self, listening: Sequence[socket.socket]) -> str:
         return super().advertised(listening).replace(LOCAL, SCHEME, 1)
 
+    def make_served(self, export: Export) -> Served:
+        return CudaServed(export)
+
     def why_not(self, served: Served) -> Refusal | None:
-        if on_device(served.export.stream) is not None:
-            return None
-        return Refusal("memory", "its tensors are not all on a device")
+        assert isinstance(served, CudaServed)
+        return None if served.is_on_device else Refusal("memory", "its tensors are not all on a device")
 
     def introduce(self, wire: Wire, served: Served, hello: Hello) -> None:
         """The manifest, and the memory."""
-        stream = served.export.stream
         assert isinstance(served, LocalServed)
         AnnouncingServer.introduce(self, wire, served, hello)
-        with self._changed:
-            lifeline = self._lifelines.setdefault(stream, Lifeline())
-        body = SEAL.pack(served.seal.address, served.seal.value) + lifeline.id
+        registration, lifeline = self._lifeline_of(served.export.stream)
         reader = Ends(os.pipe)  # its writing end is the reader's alone, once this process has closed its own
         try:
-            if not send_with_descriptors(wire, SHARED, 0, body, [lifeline.end, reader.descriptors()[1]]):
+            body = SEAL.pack(served.seal.address, served.seal.value) + registration
+            if not send_with_descriptors(wire, SHARED, 0, body, [*lifeline.descriptors(), reader.descriptors()[1]]):
                 raise Garbled("too many descriptors are on their way", "short")
             self._agree(wire, served, reader.descriptors()[0], may_feed=not hello.has_pieces)
         finally:
+            lifeline.close()
             reader.close()
 
+    def _lifeline_of(self, stream: ByteStream) -> tuple[bytes, Ends]:
+        """Its registration's id, and a pipe that closes with that. Raises `Vanished` once this is closed."""
+        with self._changed:
+            if self._is_closed:
+                raise Vanished("this transport was closed")
+            if stream not in self._lifelines:
+                self._lifelines[stream] = Lifeline()
+            lifeline = self._lifelines[stream]
+            return lifeline.id, _copy_of(lifeline.descriptors()[0])
+
     def _agree(self, wire: Wire, served: Served, pipe: int, *, may_feed: bool) -> None:
-        """Offer ways until the reader takes one. It closes the other end of `pipe` with memory that it has opened."""
+        """Offer ways until the reader takes one. It closes the other end of `pipe` once it has nothing open any more.
+
+        That end is watched before anything is offered, so that nothing else has to give it up.
+        """
         patience_s = self._settings.patience_s  # a reader may have thousands of tensors to open
         wire.limit_waits(receive_s=patience_s, send_s=patience_s)
         way = _asked_way(wire, after=OPENED)
+        if way == OPENED:
+            return
+        offered = Offered()
+        self._watch.when_closed(_copy_of(pipe), offered.end)
         while way != OPENED:
-            way, take_back = self._offer(wire, served, way, may_feed=may_feed)
-            try:
-                offered, way = way, _asked_way(wire, after=way)
-                if way == OPENED and offered == MEMORY:
-                    self._watch.when_closed(Ends(lambda: (os.dup(pipe),)), take_back)
-            except BaseException:
-                take_back()
-                raise
-            if way != OPENED:
-                take_back()
+            offered.keep(None)
+            self._drop_feed(wire)
+            way = _asked_way(wire, after=self._offer(wire, served, way, offered, may_feed=may_feed))
 
-    def _offer(self, wire: Wire, served: Served, way: int, *, may_feed: bool) -> tuple[int, Callable[[], object]]:
-        """Offer this way, or the next that can be. Returns it, and what is to be done if the reader does not take it.
-
-        Raises `Garbled` where there is none: another transport may do.
-        """
+    def _offer(self, wire: Wire, served: Served, way: int, offered: Offered, *, may_feed: bool) -> int:
+        """Offer this way, or the next that can be, and return it. Raises `Garbled` where there is none."""
         reasons = []
         for each in range(way, PINNED + 1 if may_feed else RING):
             try:
                 if each == MEMORY:
-                    return each, self._offer_memory(wire, served)
-                self._offer_ring(wire, served, each)
-                return each, partial(self._drop_feed, wire)
+                    self._offer_memory(wire, served, offered)
+                else:
+                    self._offer_ring(wire, served, each, offered)
+                return each
             except TransportMissing as error:
                 reasons.append(str(error))
         raise Garbled("; ".join(reasons) or "parts of chunks go through no ring", "memory")
 
-    def _offer_memory(self, wire: Wire, served: Served) -> Callable[[], object]:
+    def _offer_memory(self, wire: Wire, served: Served, offered: Offered) -> None:
         assert isinstance(served.export.stream, OnDevice)
         shared = served.export.stream.share()
-        try:
-            if len(shared.body) > MAX_HANDLES_BYTES:
-                raise UsageError("the memory lies in too many pieces")
-            wire.send_frame(OFFER, MEMORY, [shared.body])
-        except BaseException:
-            shared.give_up()
-            raise
-        return shared.give_up
+        if len(shared.body) > MAX_HANDLES_BYTES:
+            raise UsageError("the memory lies in too many pieces")
+        offered.keep(lambda: shared)  # known there, it lasts
+        wire.send_frame(OFFER, MEMORY, [shared.body])
 
-    def _offer_ring(self, wire: Wire, served: Served, way: int) -> None:
+    def _offer_ring(self, wire: Wire, served: Served, way: int, offered: Offered) -> None:
         while not self._feeding.acquire(timeout=self._settings.silence_s / 4):
             wire.send_frame(tcp_wire.WAITING)
         try:
-            taken = sum(feed.ring.size_bytes for feed in list(self._feeds.values()))
+            self._rings = [ring for ring in self._rings if ring.is_open]
+            taken = sum(ring.size_bytes for ring in self._rings)
             ring = self._make_ring(served.export, way, RINGS * self._ring_bytes - taken)
-            self._feeds[wire] = Feed(ring)  # `_leave` closes it
+            self._rings.append(ring)
         finally:
             self._feeding.release()
+        feed = self._feeds[wire] = Feed(ring)
+        offered.keep(feed.let_go)
         body = SIZES.pack(ring.slot_bytes, ring.slots) + ring.memory.handle
         if not isinstance(ring.pages, Pages):
             wire.send_frame(OFFER, way, [body])
@@ -393,7 +448,7 @@ class CudaServer(LocalServer):
     def _drop_feed(self, wire: Wire) -> None:
         feed = self._feeds.pop(wire, None)
         if feed is not None:
-            feed.ring.close()
+            feed.let_go()
 
     # -- through a ring ------------------------------------------------------------------------------------------------
 
@@ -442,14 +497,15 @@ class CudaServer(LocalServer):
 
     def _leave(self, wire: Wire) -> None:
         try:
-            self._drop_feed(wire)  # the reader has closed it, or is given up
+            self._drop_feed(wire)
         finally:
             super()._leave(wire)
 
     def close(self) -> None:
         super().close()  # `_watch` goes on until the last reader has let go, or is dead
-        for lifeline in list(self._lifelines.values()):
-            lifeline.close()
+        with self._changed:
+            for lifeline in list(self._lifelines.values()):
+                lifeline.close()
 
 
 def _asked_way(wire: Wire, *, after: int) -> int:
@@ -481,13 +537,8 @@ class Peers:
         """The memory, if it is open, or else the way that was taken."""
         return self._known.get(registration)
 
-    def keep(self, registration: bytes, known: Opened | int, pipes: Sequence[int]) -> None:
-        """Until its source lets it go. The pipes, as they came with SHARED, stay the caller's."""
-        lifeline, mine = (Ends(lambda number=number: (os.dup(number),)) for number in pipes)  # type: ignore[misc]
-        if isinstance(known, int):
-            mine.close()
-        else:
-            vars(known)["told_by"] = mine  # closed when `known` is: what it has as attributes goes after its finalizers
+    def keep(self, registration: bytes, known: Opened | int, lifeline: Ends) -> None:
+        """Until its source lets it go. Raises `Unavailable`, and `Closed`."""
         self._known[registration] = known
         try:
             self._watch.when_closed(lifeline, lambda: self._known.pop(registration, None))
@@ -638,15 +689,17 @@ class CudaStream(AnnouncedStream):
         """Have the memory open by the first way that both ends can. Raises `TransportMissing`."""
         key = registration + stream.device.encode()  # another device of this process may need another way
         known = self._its.peers.known(key)
-        way = known if isinstance(known, int) else MEMORY
         if known is not None and not isinstance(known, int):
             self._source = known
+            return self.wire.send_frame(OPEN, OPENED)
+        lifeline, told_by = map(_copy_of, pipes)
+        way = MEMORY if known is None else known
         while self._source is None and self._ring is None:
             self.wire.send_frame(OPEN, way)
             with contextlib.closing(Received()) as received:
                 body = self._receive_offer(way, received)
                 try:
-                    self._take_offer(stream, body, received.descriptors())
+                    self._take_offer(stream, body, received.descriptors(), told_by)
                 except ValueError as error:
                     raise Garbled(f"malformed handles: {error}") from error
                 except TransportMissing:
@@ -655,7 +708,7 @@ class CudaStream(AnnouncedStream):
                         raise
         self.wire.send_frame(OPEN, OPENED)
         if known is None and (self._source is not None or way != MEMORY):
-            self._its.peers.keep(key, way if self._source is None else self._source, pipes)
+            self._its.peers.keep(key, way if self._source is None else self._source, lifeline)
 
     def _receive_offer(self, asked: int, received: Received) -> bytes:
         kind, length, way = self._next_with(received)
@@ -664,12 +717,14 @@ class CudaStream(AnnouncedStream):
         self._its.way = way
         return bytes(self.wire.receive_body(length, MAX_HANDLES_BYTES))
 
-    def _take_offer(self, stream: OnDevice, body: bytes, descriptors: Sequence[int]) -> None:
+    def _take_offer(self, stream: OnDevice, body: bytes, descriptors: Sequence[int], told_by: Ends) -> None:
         """Have open what the source offers. Raises `TransportMissing` where it cannot be, `ValueError`."""
         if self._its.way != MEMORY:
             self._ring = _opened_ring(stream, self._its.way, body, descriptors)
+            self._ring.told_by = told_by
             return
         opened = stream.open(body)
+        vars(opened)["told_by"] = told_by  # closed when it is: attributes go after its finalizers
         if opened.size_bytes != self.size_bytes:
             raise ValueError(f"memory of {opened.size_bytes} B for content of {self.size_bytes} B")
         self._source = opened

@@ -3,7 +3,6 @@
 The memory layer implements these for CUDA. Tests implement them on shared host memory.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -15,10 +14,10 @@ WINDOWS = 2  # of a landing that are under way at a time: the device gathers one
 
 @dataclass(frozen=True)
 class Shared:
-    """What one reader needs to open a stream's memory."""
+    """A stream's memory, shared: as long as this is known, other processes can open it, and may have it open."""
 
-    body: bytes
-    give_up: Callable[[], object]  # to be called where the reader has not opened it, or has let it go, perhaps by dying
+    body: bytes  # what they need for that
+    memory: object = None  # is given up when nothing knows it any more
 
 
 class Opened(Protocol):
@@ -87,7 +86,7 @@ class OnDevice(Protocol):
         ...
 
     def share(self) -> Shared:
-        """For one reader. Raises `TransportMissing` where this memory cannot be shared."""
+        """For all readers. Raises `TransportMissing` where this memory cannot be shared."""
         ...
 
     def open(self, body: bytes) -> Opened:
