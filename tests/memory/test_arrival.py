@@ -84,7 +84,6 @@ def image(source: Registration) -> bytes:
 
 def place(source: Registration, sink: FillSink, chunk: int) -> None:
     """What a transport does before `stored`."""
-    assert sink.observe(chunk) is None, "bytes are not hashed on their way"
     data = image(source)[chunk * CHUNK : (chunk + 1) * CHUNK]
     with sink.stream.writing(chunk * CHUNK, (chunk + 1) * CHUNK) as views:
         at = 0

@@ -13,7 +13,7 @@ from tensorhub.memory.digests import digest
 from tensorhub.memory.streams import StagedStream, StagingRing
 from tensorhub.protocol.errors import CorruptTransfer, SourceLost, TensorHubError, TransportMissing
 from tensorhub.protocol.manifest import chunk_count
-from tensorhub.transport.base import Export, Look, Progress
+from tensorhub.transport.base import Export, Progress
 from tensorhub.transport.local.transport import LocalTransport
 from tensorhub.transport.nixl import agent
 from tensorhub.transport.nixl.agent import Facts, Place, places_of
@@ -77,15 +77,6 @@ class Sink:
     def begin(self, manifest: bytes) -> Sequence[int]:
         self._digests = manifest
         return range(chunk_count(self.stream.size_bytes, CHUNK))
-
-    def observe(self, chunk: int) -> Look:
-        shown: list[int] = []
-
-        def look(view: memoryview) -> None:
-            shown.append(len(view))
-            assert sum(shown) <= min(CHUNK, self.stream.size_bytes - chunk * CHUNK)
-
-        return look
 
     def touch(self) -> None:
         pass

@@ -13,8 +13,8 @@ from tensorhub.memory.empty import empty, empty_like
 from tensorhub.memory.registration import register
 from tensorhub.protocol.errors import HostMemoryFull, UsageError
 from tensorhub.transport import sealed
+from tensorhub.transport.ranges import bare_addresses
 from tensorhub.transport.sealed import Unmappable, regions_of
-from tensorhub.transport.views import bare_addresses
 
 torch = pytest.importorskip("torch")
 needs_sealed = pytest.mark.skipif(bool(sealed.why_not()), reason=sealed.why_not() or "there")

@@ -10,8 +10,7 @@ import pytest
 
 from memory.test_staging import FakeDevice
 from tensorhub.memory.streams import StagedStream, StagingRing
-from tensorhub.transport.rows import Batches, RowStream
-from tensorhub.transport.views import SPAN_BYTES, gather, scatter
+from tensorhub.transport.ranges import SPAN_BYTES, Batches, RowStream, gather, scatter
 
 SIZES = [("cuda:0", 700), ("cpu", 90), ("cuda:1", 3), ("cuda:0", 4000)]
 SIZE = sum(size for _, size in SIZES)

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from tensorhub.memory import streams
-from tensorhub.transport.views import Addresses
+from tensorhub.transport.ranges import Addresses
 
 PAGE = mmap.PAGESIZE
 

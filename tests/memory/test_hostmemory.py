@@ -11,8 +11,8 @@ from tensorhub.memory.registration import Registration, register
 from tensorhub.memory.room import SPARE_BYTES, Room
 from tensorhub.protocol.errors import InvariantViolation
 from tensorhub.transport import sealed
+from tensorhub.transport.ranges import bare_addresses
 from tensorhub.transport.sealed import Sealed, Shared, regions_of
-from tensorhub.transport.views import bare_addresses
 
 
 def registered(size_bytes: int = 3 << 20) -> Registration:

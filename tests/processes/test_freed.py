@@ -132,40 +132,6 @@ say(again=error_of(trainer.publish, 2))
     assert found["again"] == {"value": 2}
 
 
-def test_memory_that_is_lent_to_a_socket_is_freed_in_mid_transfer(server):
-    """The kernel keeps the pages that it was lent: what arrives is what was published, or it does not count."""
-    before = """
-os.environ["TENSORHUB_TRANSPORTS"] = "tcp"
-"""
-    story = """
-from tensorhub.transport.tcp import wire as tcp_lend
-begin = tcp_lend.Lending.__init__
-def begin_fast(self, *arguments):
-    begin(self, *arguments)
-    self._is_fast = True
-tcp_lend.Lending.__init__ = begin_fast
-trainer, tensors = join("trainer", 1.0)
-trainer.publish(1)
-lent = tcp_lend.Pipe.send
-state = dict(calls=0)
-def send(self, descriptor, vectors):
-    moved = lent(self, descriptor, vectors)
-    state["calls"] += 1
-    if state["calls"] == 3:
-        free(tensors["freed"])
-        free(tensors["kept"])
-    return moved
-tcp_lend.Pipe.send = send
-reader, target = join("reader", 0.0)
-say(replicate=error_of(reader.replicate, 1, timeout=5), calls=state["calls"], version=reader.version)
-"""
-    by_python = ("env", "TENSORHUB_NATIVE=no")  # the moment of freeing is between two calls of Python's
-    found = run(before + BEGIN + story, server.address, prefix=by_python).only()
-    assert found["calls"] >= 3, found
-    assert found["replicate"].get("kind") in ("SourceLost", "DeadlineExceeded", "VersionUnavailable")
-    assert found["version"] is None
-
-
 def test_memory_is_freed_while_the_native_mover_reads_it(server):
     """Whenever that is: what arrived whole by then counts, and nothing else does."""
     story = """

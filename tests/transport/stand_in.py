@@ -21,7 +21,7 @@ from tensorhub.memory.streams import host_view
 from tensorhub.memory.xxh3 import CHUNK_WORDS, NoRoom, Spans
 from tensorhub.protocol.errors import TransportMissing
 from tensorhub.transport.on_device import Shared
-from tensorhub.transport.rows import Batches, Scatter
+from tensorhub.transport.ranges import Batches, Scatter
 
 during_copy: list[Callable[[int, memoryview], object]] = []  # called with the first byte and what was copied
 during_fill: list[Callable[[int, memoryview], object]] = []  # the same, of what was copied into a ring

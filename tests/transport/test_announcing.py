@@ -12,7 +12,7 @@ from tensorhub.transport import announcing
 from tensorhub.transport.announcing import COUNT, READY, AnnouncedStream
 from tensorhub.transport.base import Sink
 from tensorhub.transport.tcp import wire as tcp_wire
-from tensorhub.transport.tcp.job import Job
+from tensorhub.transport.tcp.reader import Job
 from tensorhub.transport.tcp.settings import TcpSettings
 from tensorhub.transport.tcp.wire import Wire
 

@@ -11,7 +11,7 @@ import pytest
 
 from tensorhub.memory.streams import Copy, Piece, StagedStream, StagingRing
 from tensorhub.transport.base import Export, Progress, Scarce
-from tensorhub.transport.rows import PIECES, Batches
+from tensorhub.transport.ranges import PIECES, Batches
 from tensorhub.transport.tcp import wire as brief
 from tensorhub.transport.tcp import wire as tcp_wire
 from tensorhub.transport.tcp.addresses import parse_endpoint

@@ -6,7 +6,6 @@ import os
 import struct
 import subprocess
 import sys
-from array import array
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +30,7 @@ from tensorhub.transport.local.memory import (
     parse_endpoint,
 )
 from tensorhub.transport.local.transport import LocalTransport
-from tensorhub.transport.views import COUNTS, IOV_MAX, Addresses, Bridged
+from tensorhub.transport.ranges import IOV_MAX, Addresses
 
 from . import kit
 from .kit import DEADLINE_S, MIB, Gate, Local, Target, content, full, read_all, start_read
@@ -79,67 +78,15 @@ def words(*numbers: int) -> bytes:
 @pytest.mark.parametrize(
     ("data", "why"),
     [
-        (b"x", "of 1 B"),
-        (COUNTS.pack(1, 1) + bytes(8), "1 addresses"),
-        (COUNTS.pack(2**63, 2**63), "addresses"),
-        (words(1, 1, 4096, 0, 0, 0), "without a length"),
-        (words(1, 1, 4096, 1, 4096, 0), "not near"),
-        (words(1, 1, 4096, 1, 0, 1), "breaks"),
-        (words(1, 0, 4096, 1, 0), "breaks"),
-        (words(2, 2, 4096, 1, 8192, 1, 0, 0, 1, 1), "breaks"),
-        (words(2, 1, 4096, 2**64 - 1, 8192, 2**64 - 1, 0, 0, 1), "more bytes"),
+        (b"x", "in 1 B"),
+        (words(4096), "in 8 B"),
+        (words(4096, 0), "without a length"),
+        (words(4096, 2**64 - 1, 8192, 2**64 - 1), "more bytes"),
     ],
 )
 def test_addresses_that_are_none(data: bytes, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         Addresses.decode(memoryview(data))
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 9)), min_size=1, max_size=60),
-    st.lists(st.integers(1, 20), min_size=60, max_size=60),
-    st.data(),
-)
-def test_bytes_read_across_gaps_are_those_read_piece_by_piece(
-    gaps: list[tuple[int, int]], apart: list[int], data: st.DataObject
-) -> None:
-    """Beside memory that is an array: what lies at an address is the address."""
-    ranges, mine, at, here = [], [], 10_000, 500_000
-    for (gap, length), more in zip(gaps, apart, strict=False):
-        at, here = at + gap + 1, here + more
-        ranges.append((at, length))
-        mine.append((here, length))
-        at, here = at + length, here + length
-    theirs, ours = Addresses.of_ranges(ranges), Addresses.of_ranges(mine)
-    bridged = Bridged(theirs, ours)
-    assert bridged.can_help == (theirs.count >= 4 * len(theirs.breaks))
-    if not bridged.can_help:
-        return
-    start = data.draw(st.integers(0, theirs.stop - 1))
-    stop = data.draw(st.integers(start + 1, theirs.stop))
-    asked, into, size_bytes = bridged.part(start, stop)
-    assert size_bytes == stop - start
-    read = [address + i for address, length in _pairs(asked) for i in range(length)]
-    put = [address + i for address, length in _pairs(into) for i in range(length)]
-    assert len(read) == len(put)
-    of_tensors = {here: there for here, there in zip(put, read, strict=True) if 500_000 <= here < at + 500_000}
-    wanted = [
-        (to + i, address + i) for (address, length), (to, _) in zip(ranges, mine, strict=True) for i in range(length)
-    ][start:stop]
-    assert of_tensors == dict(wanted)
-    pages = {page for address, length in ranges for page in range(address // 4096, (address + length - 1) // 4096 + 1)}
-    assert {address // 4096 for address in read} <= pages, "a page was read that has no tensor's byte"
-
-
-def _pairs(part: "array[int]") -> list[tuple[int, int]]:
-    return list(zip(part[0::2], part[1::2], strict=True))
-
-
-def test_tables_that_are_cut_differently_are_not_bridged() -> None:
-    theirs = Addresses.of_ranges([(5000 + 20 * i, 10) for i in range(100)])
-    assert Bridged(theirs, theirs).can_help
-    assert not Bridged(theirs, Addresses.of_ranges([(5000, 1000)])).can_help
-    assert len(Bridged(theirs, theirs).part(3, 1000)[0]) == 2
 
 
 # -- seals and processes -----------------------------------------------------------------------------------------------
@@ -471,16 +418,3 @@ def test_what_is_read_while_the_promise_is_taken_back_is_not_even_judged(local: 
     assert "withdrawn" in str(error)
     assert target.order == [0]
     assert bytes(target.buffer[MIB : MIB + 4]) == b"\xee" * 4  # chunk 1 was copied, and came to nothing
-
-
-@pytest.mark.parametrize("piece_bytes", [0, 1_000_000, 70_000, 5000])
-def test_chunks_are_shown_while_a_cache_has_them(local: Local, piece_bytes: int) -> None:
-    """Large pieces in blocks, small ones one by one, and whatever the source's pieces are."""
-    right = content(3 * MIB)
-    source, reader = local(), local()
-    source.export(full("k", right, MIB, piece_bytes=333_333))
-    target = Target(right, MIB, piece_bytes=piece_bytes)
-    assert read_all(reader, source.endpoint, "k", target) is None
-    assert bytes(target.buffer) == right
-    for shown in target.arrivals.values():  # that they are the bytes is checked by the target itself
-        assert max(map(len, shown)) <= max(local_memory.CACHED_BYTES, 333_333)

@@ -22,7 +22,7 @@ from tensorhub.transport.base import Export, Progress, StopFlag, Terms
 from tensorhub.transport.native import shapes
 from tensorhub.transport.native.reads import mover_for
 from tensorhub.transport.tcp import wire as tcp_wire
-from tensorhub.transport.tcp.serving import Served, conversation_for
+from tensorhub.transport.tcp.server import Served, conversation_for
 from tensorhub.transport.tcp.settings import TcpSettings
 from tensorhub.transport.tcp.wire import HEADER, Wire, WireError
 
@@ -104,9 +104,6 @@ class Sink:
 
     def begin(self, manifest: bytes) -> range:
         return range(COUNT)
-
-    def observe(self, chunk: int) -> None:
-        raise AssertionError
 
     def touch(self) -> None:
         raise AssertionError

@@ -15,15 +15,13 @@ from dataclasses import replace
 
 import pytest
 
-from tensorhub.transport import rows as module
 from tensorhub.transport.base import Export, Progress
 from tensorhub.transport.native import load
-from tensorhub.transport.rows import MAX_ROWS, PIECES, BadPieces, Batches, Room, RowStream, placed
-from tensorhub.transport.tcp import serving
+from tensorhub.transport.ranges import MAX_PIECES_BYTES, MAX_ROWS, PIECES, BadPieces, Batches, Room, RowStream, placed
+from tensorhub.transport.tcp import server as tcp_server
 from tensorhub.transport.tcp import wire as tcp_wire
 from tensorhub.transport.tcp.addresses import parse_endpoint
-from tensorhub.transport.tcp.server import TcpServer
-from tensorhub.transport.tcp.serving import Served
+from tensorhub.transport.tcp.server import Served, TcpServer
 from tensorhub.transport.tcp.settings import TcpSettings
 from tensorhub.transport.tcp.transport import TcpTransport
 from tensorhub.transport.tcp.wire import HEADER, Hello, Refusal, Welcome, Wire, WireError
@@ -143,7 +141,7 @@ def test_rows_are_what_their_definition_says(way: str) -> None:
             stream = kit.Pieces(RIGHT, piece_bytes)
             with RowStream(stream, batches.rows).reading(start, stop) as views:
                 assert b"".join(views) == expected[start:stop], seed
-        ranges = RowStream.ranges_of(batches.rows, start, stop)
+        ranges = batches.rows.ranges(start, stop)
         assert b"".join(bytes(RIGHT[at : at + length]) for at, length in ranges) == expected[start:stop]
         there = placed(batches.rows, kit.Pieces(RIGHT))
         assert (there is not None) == (way == "native")
@@ -192,7 +190,7 @@ def test_whatever_a_reader_wants(way: str) -> None:
             theirs.sendall(HEADER.pack(PIECES, len(data), 0) + data + wants)
             theirs.shutdown(socket.SHUT_WR)
             with pytest.raises(WireError) as failure:
-                serving.serve_pieces(server, SETTINGS, Room(), wire, served, 5.0)
+                server._serve_batches(wire, served, 5.0)
             failures.add(type(failure.value).__name__)
             wire.close()
             hearing.join()
@@ -254,7 +252,7 @@ def farewell(wire: Wire) -> Refusal:
 def test_a_reader_hears_why_and_nobody_else_suffers(source: TcpTransport) -> None:
     said = [
         farewell(wanting(source, body([1], [SIZE, 1, 1, 0, 1, 0]))),
-        farewell(wanting(source, b"", length=module.MAX_PIECES_BYTES + 1)),
+        farewell(wanting(source, b"", length=MAX_PIECES_BYTES + 1)),
         farewell(wanting(source, b"", kind=tcp_wire.CHUNK)),
     ]
     assert [refusal.code for refusal in said] == ["malformed"] * 3
@@ -286,7 +284,7 @@ def test_a_source_has_room_for_so_much_only(source: TcpTransport, monkeypatch: p
 def test_who_drips_what_it_wants_keeps_nobody_out(source: TcpTransport, monkeypatch: pytest.MonkeyPatch) -> None:
     good = body([1], GOOD)
     monkeypatch.setattr(source._server, "_room", Room(2 << 20))
-    monkeypatch.setattr(serving, "BODY_S", 0.2)
+    monkeypatch.setattr(tcp_server, "BODY_S", 0.2)
     slow = wanting(source, good, length=1 << 20)
 
     def is_room() -> bool:

@@ -19,7 +19,7 @@ from tensorhub.transport.base import Transport
 from tensorhub.transport.local import transport as local_pieces
 from tensorhub.transport.native import load, reads
 from tensorhub.transport.nixl import transport as nixl_pieces
-from tensorhub.transport.rows import COUNT, COUNTS, ROW_WORDS, RUN, Room, Rows
+from tensorhub.transport.ranges import COUNT, COUNTS, ROW_WORDS, RUN, Room, Rows
 from tensorhub.transport.tcp.settings import TcpSettings
 from tensorhub.transport.tcp.transport import TcpTransport
 

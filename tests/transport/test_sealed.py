@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import pytest
 
 from tensorhub.transport import sealed
+from tensorhub.transport.ranges import Addresses
 from tensorhub.transport.sealed import Foreign, Sealed, Unmappable, moved_to, regions_of
-from tensorhub.transport.views import Addresses
 
 needs_memfd = pytest.mark.skipif(bool(sealed.why_not()), reason=sealed.why_not() or "there")
 pytestmark = needs_memfd

@@ -50,7 +50,7 @@ class Stands(Pieces):
         return self.table
 
     def __init__(self, memory: Sealed | Shared, *, parts: int = 1) -> None:
-        from tensorhub.transport.views import Addresses
+        from tensorhub.transport.ranges import Addresses
 
         super().__init__(host_view(memory.address, SIZE, memory))  # type: ignore[arg-type]
         cut = SIZE // parts

@@ -12,7 +12,7 @@ import pytest
 from tensorhub.protocol.errors import SourceLost, UsageError
 from tensorhub.transport.tcp import addresses as tcp_addresses
 from tensorhub.transport.tcp.addresses import advertised_endpoint, format_endpoint, listeners, parse_endpoint
-from tensorhub.transport.tcp.job import StreamCount
+from tensorhub.transport.tcp.reader import StreamCount
 from tensorhub.transport.tcp.settings import TcpSettings
 from tensorhub.transport.tcp.transport import TcpTransport
 

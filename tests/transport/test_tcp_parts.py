@@ -18,12 +18,10 @@ from hypothesis import strategies as st
 from tensorhub.protocol.errors import UsageError
 from tensorhub.transport.base import Progress
 from tensorhub.transport.tcp.addresses import advertised_endpoint, dial, format_endpoint, parse_endpoint
-from tensorhub.transport.tcp.job import Job
-from tensorhub.transport.tcp.server import TcpServer
-from tensorhub.transport.tcp.serving import Conversation, Served
-from tensorhub.transport.tcp.settings import ChunkQueue, TcpSettings, Window, as_ranges
-from tensorhub.transport.tcp.wire import Silent, Vanished, Wire
-from tensorhub.transport.views import Addresses
+from tensorhub.transport.tcp.reader import ChunkQueue, Job, Window
+from tensorhub.transport.tcp.server import Conversation, Served, TcpServer
+from tensorhub.transport.tcp.settings import TcpSettings
+from tensorhub.transport.tcp.wire import Silent, Vanished, Wire, as_ranges
 
 from . import kit
 from .kit import DEADLINE_S, Target, content
@@ -122,7 +120,7 @@ def test_bytes_arrive_however_they_are_cut(sent: list[int], received: list[int])
     assert buffer == right
 
 
-@pytest.mark.parametrize("how", ["one view", "several", "where they belong"])
+@pytest.mark.parametrize("how", ["one view", "several"])
 def test_what_has_come_of_a_chunk_under_way_is_seen(wires: tuple[Wire, Wire], how: str) -> None:
     source, reader = wires
     buffer = bytearray(1000)
@@ -133,10 +131,8 @@ def test_what_has_come_of_a_chunk_under_way_is_seen(wires: tuple[Wire, Wire], ho
         match how:
             case "one view":
                 reader.receive_into([memoryview(buffer)])
-            case "several":
-                reader.receive_into([memoryview(buffer)[:300], memoryview(buffer)[300:]])
             case _:
-                reader.receive_located(Addresses.of_views([memoryview(buffer)], 0), 0, 1000)
+                reader.receive_into([memoryview(buffer)[:300], memoryview(buffer)[300:]])
 
     thread = threading.Thread(target=receive)
     thread.start()
@@ -196,7 +192,7 @@ signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 sys.path.insert(0, sys.argv[1])
 import kit
 from tensorhub.transport.base import Export
-from tensorhub.transport.tcp.serving import Conversation
+from tensorhub.transport.tcp.server import Conversation
 from tensorhub.transport.base import Progress
 from tensorhub.transport.tcp.transport import TcpTransport
 from tensorhub.transport.tcp.addresses import parse_endpoint
@@ -247,7 +243,7 @@ def test_a_peer_that_takes_nothing_leaves_nothing_behind() -> None:
         wire = Wire(ours, TcpSettings())
         wire.limit_waits(receive_s=0.05, send_s=0.05)
         with pytest.raises(Silent):
-            wire.send_located(memory.stream.addresses(), 0, len(right))
+            wire.send([memory.stream.view])
         wire.close()
         theirs.close()
         return weakref.ref(wire)

@@ -15,7 +15,7 @@ from tensorhub.transport.base import MAX_MANIFEST_BYTES, Export, Progress
 from tensorhub.transport.tcp import server
 from tensorhub.transport.tcp import wire as tcp_wire
 from tensorhub.transport.tcp.addresses import parse_endpoint
-from tensorhub.transport.tcp.server import MAX_STRANGERS, Door
+from tensorhub.transport.tcp.server import MAX_STRANGERS, Admission
 from tensorhub.transport.tcp.settings import TcpSettings
 from tensorhub.transport.tcp.transport import TcpTransport
 from tensorhub.transport.tcp.wire import GREETING, HEADER, MAGIC, VERSION, Hello, Refusal, Welcome, Wire
@@ -335,7 +335,7 @@ def test_whoever_waits_for_a_key_takes_no_place_from_a_reader_whose_key_is_there
 
 
 def test_a_flood_from_one_address_takes_the_places_of_that_address() -> None:
-    door = Door(4)
+    door = Admission(4)
 
     def enter(peer: str) -> Wire:
         wire = Wire(socket.socket(), TcpSettings())

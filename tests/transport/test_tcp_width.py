@@ -8,10 +8,9 @@ from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 
-from tensorhub.transport.tcp import job
+from tensorhub.transport.tcp import reader as tcp_reader
 from tensorhub.transport.tcp.addresses import format_endpoint, parse_endpoint
-from tensorhub.transport.tcp.job import StreamCount
-from tensorhub.transport.tcp.reader import TcpRead
+from tensorhub.transport.tcp.reader import StreamCount, TcpRead
 from tensorhub.transport.tcp.settings import TcpSettings
 from tensorhub.transport.tcp.transport import TcpTransport
 
@@ -147,7 +146,7 @@ def link_to(endpoint: str, limit_of: Callable[[], Limit]) -> Iterator[str]:
 @pytest.mark.parametrize("is_gain", [True, False], ids=["each trial is worth it", "each trial is in vain"])
 def test_streams_come_and_go_as_is_judged(is_gain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """How it is judged is shown above: here no busy processor has a say in it."""
-    monkeypatch.setattr(job, "GAIN", 0.0 if is_gain else 1e9)
+    monkeypatch.setattr(tcp_reader, "GAIN", 0.0 if is_gain else 1e9)
     right = content(48 * MIB)
     settings = TcpSettings(most_streams=4, probe_rate_bytes_per_s=1.0, probe_s=0.2, stream_rate_bytes_per_s=1e18)
     source, reader = TcpTransport(TcpSettings()), TcpTransport(settings)

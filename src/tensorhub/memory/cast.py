@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from ..protocol.errors import Closed, HostMemoryFull, UsageError
+from ..transport.ranges import Addresses
 from ..transport.sealed import Sealed, Unmappable
 from ..transport.threads import beside_captures, scope
-from ..transport.views import Addresses
 from .describe import Described, InPlace
 from .parallel import in_parallel
 from .room import STEP_BYTES, Footing, size_text

@@ -27,9 +27,8 @@ import torch
 
 from ..protocol.errors import TransferError, TransportMissing, UsageError
 from ..transport.on_device import Landing, Opened, RingMemory, Shared
-from ..transport.rows import Batches, Scatter
+from ..transport.ranges import Addresses, Batches, Scatter
 from ..transport.threads import beside_captures
-from ..transport.views import Addresses
 from . import cuda_device
 from . import streams as guarded
 from .cuda_device import recorded, stream_of, wait_for

@@ -29,7 +29,7 @@ import torch
 import xxhash
 
 from ..protocol.errors import TransferError
-from ..transport.rows import Batches, Scatter
+from ..transport.ranges import Batches, Scatter
 from ..transport.threads import beside_captures, scope
 from .landing import Landing, row_table
 from .xxh3 import LEAST_BYTES, THREADS, Chunks, NoRoom, Spans, digests

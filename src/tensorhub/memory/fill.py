@@ -20,11 +20,10 @@ from collections.abc import Callable, Sequence
 from ..protocol.errors import CorruptTransfer, InvariantViolation, LayoutMismatch, TensorHubError, UsageError
 from ..protocol.manifest import Manifest, decode_manifest
 from ..protocol.names import Digest
-from ..transport.base import ByteStream, Look, Progress, StopFlag, Terms
+from ..transport.base import ByteStream, Progress, StopFlag, Terms
 from .digests import (
     ALGORITHM,
     NO_ALGORITHM,
-    Hashing,
     InPlaceDigests,
     Verify,
     check_verify,
@@ -69,7 +68,6 @@ class FillSink:
         self._in_place: InPlaceDigests | None = None
         self._accepted = bytearray()
         self._is_settled = False
-        self._hashing: dict[int, Hashing] = {}  # chunks on their way, each in one thread
         self._revoked: TensorHubError | None = None
         self._stop_flag = StopFlag()  # set once it is revoked
         self._bytes_verified = self._bytes_unverified = self._bytes_rejected = 0
@@ -135,7 +133,6 @@ class FillSink:
                     self._start(candidate)
             if is_first and self._on_begin is not None:
                 self._on_begin(self)
-        self._hashing.clear()  # of a read that broke off: its bytes may be written over unobserved
         self._is_settled = False  # since when the tensors may have been freed
         progress = self.progress
         return [chunk for chunk in range(progress.chunk_count) if not progress.has(chunk)]
@@ -172,30 +169,18 @@ class FillSink:
         with self._lock:
             self._check_live()
 
-    def observe(self, chunk: int) -> Look | None:
-        """Hash the parts of a chunk as they come: then `accept` need not look at them again."""
-        if self._verify != "full" or self._is_judged_in_place(chunk):
-            return None
-        begun = self._hashing[chunk] = Hashing()
-        return begun.see
-
     def accept(self, chunk: int, views: Sequence[memoryview]) -> None:
         """Judge received bytes. `CorruptTransfer` names the chunk, its bytes and its tensors."""
         manifest = self.manifest
         if not 0 <= chunk < manifest.chunk_count:
             raise CorruptTransfer(f"chunk {chunk} was received, of content that has {manifest.chunk_count}")
         start, stop = manifest.chunk_range(chunk)
-        begun = self._hashing.pop(chunk, None)
-        size_bytes = stop - start
-        found = begun.digest() if begun is not None else b""
-        is_good, is_due = found == manifest.digest_of(chunk) if found else False, False
-        if not is_good:  # not observed, or not all of it: only a look at the whole can tell that it is bad
-            size_bytes = sum(view.nbytes for view in views)
-            is_good = size_bytes == stop - start
-            is_due = is_good and self._is_judged_in_place(chunk)
-            if self._verify == "full" and is_good and not is_due:
-                found = digest(views)
-                is_good = found == manifest.digest_of(chunk)
+        size_bytes, found = sum(view.nbytes for view in views), b""
+        is_good = size_bytes == stop - start
+        is_due = is_good and self._is_judged_in_place(chunk)
+        if self._verify == "full" and is_good and not is_due:
+            found = digest(views)
+            is_good = found == manifest.digest_of(chunk)
         with self._lock:
             self._check_live()
             if is_due:

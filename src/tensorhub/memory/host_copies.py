@@ -18,10 +18,9 @@ from ..protocol.manifest import Manifest
 from ..transport import sealed
 from ..transport.base import ByteStream
 from ..transport.native import load, shapes
-from ..transport.rows import table_of
+from ..transport.ranges import bare_addresses, table_of
 from ..transport.sealed import AT_ONCE_BYTES, Sealed, Shared, Unmappable, large_of
 from ..transport.threads import Thread, beside_captures
-from ..transport.views import bare_addresses
 from . import streams
 from .describe import InPlace
 from .digests import ALGORITHM, MAX_THREADS, OnDevice

@@ -44,7 +44,7 @@ from ..reshard.copies import (
 )
 from ..reshard.grid import Ints, starts_of
 from ..transport.on_device import WINDOWS
-from ..transport.rows import Batches, Scatter
+from ..transport.ranges import Batches, Scatter
 from .xxh3 import (
     CHAIN_LANES,
     GROUP_BYTES,

@@ -19,8 +19,8 @@ import msgspec
 from ..protocol.errors import DeadlineExceeded, HostMemoryFull, UsageError
 from ..transport import threads
 from ..transport.base import ByteStream
+from ..transport.ranges import IOV_MAX, Addresses, Located
 from ..transport.threads import MEMORY
-from ..transport.views import IOV_MAX, Addresses, Located
 
 # --- Registered memory on the host, seen as bytes: no copy, no dtype, no limit of numpy's.
 #

@@ -18,7 +18,7 @@ from ..protocol.errors import Closed, LayoutMismatch, UsageError, VersionConflic
 from ..protocol.manifest import DIGEST_BYTES, TileManifest
 from ..protocol.names import Digest
 from ..transport.base import ByteStream
-from ..transport.views import IOV_MAX, Addresses, bare_addresses, is_bare
+from ..transport.ranges import IOV_MAX, Addresses, bare_addresses, is_bare
 from .copies import (
     COUNT,
     COUNTS,

@@ -22,8 +22,7 @@ from ..protocol.manifest import DIGEST_BYTES, TileManifest, decode_tile_manifest
 from ..protocol.names import Digest, Undecodable, decoded
 from ..transport.base import Export, Progress
 from ..transport.native import load
-from ..transport.rows import Placed, Rows
-from ..transport.views import Addresses
+from ..transport.ranges import Addresses, Placed, Rows
 from .copies import SOURCE, THEIRS, Bytes, Copies, copies_of
 from .derive import copy_runs, digests_of, tied_tiles
 from .grid import BoxTable, Grid, Ints, Tiles, chunks_of, row_major, spans_of, starts_of

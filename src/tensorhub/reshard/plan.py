@@ -13,7 +13,7 @@ from ..memory.digests import NO_ALGORITHM
 from ..protocol.errors import CorruptTransfer, UsageError
 from ..protocol.manifest import TileManifest
 from ..transport.base import ByteStream
-from ..transport.rows import MAX_ROWS, Batches, Rows, Scatter
+from ..transport.ranges import MAX_ROWS, Batches, Rows, Scatter
 from .copies import (
     COUNT,
     COUNTS,

@@ -34,10 +34,9 @@ from ..protocol.manifest import (
     contiguous_strides,
 )
 from ..protocol.names import Digest
-from ..transport import views as gathered
-from ..transport.base import Look, Progress, StopFlag, Terms
-from ..transport.rows import ROW_WORDS, Batches, RowStream
-from ..transport.views import is_bare
+from ..transport import ranges as gathered
+from ..transport.base import Progress, StopFlag, Terms
+from ..transport.ranges import ROW_WORDS, Batches, RowStream, is_bare
 from .copies import COLUMNS, TARGET, Bytes, Copies, carry_out, check_coverage
 from .derive import Source, derive_manifest
 from .exported import FEW_TILES, Cut, check_cut, decode_cut, publish_cut, tile_digests
@@ -180,9 +179,6 @@ class Leg:
     def touch(self) -> None:
         self._fill.check()
         self._fill.settle()
-
-    def observe(self, chunk: int) -> Look | None:
-        return None
 
     @contextmanager
     def reading(self, start: int, stop: int) -> Iterator[Sequence[memoryview]]:

@@ -26,7 +26,7 @@ from ..protocol.names import Digest, is_tiled
 from ..protocol.status import DescribedView, LayoutView, TensorView
 from ..reshard.read import tied, whole_layout
 from ..transport.base import ByteStream, Sink
-from ..transport.rows import Batches
+from ..transport.ranges import Batches
 from ..transport.tcp.reader import TcpRead
 from ..transport.tcp.settings import TcpSettings
 from .config import Options

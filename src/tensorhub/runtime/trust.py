@@ -13,8 +13,8 @@ from ..protocol.errors import InvariantViolation, SessionLost, TensorHubError
 from ..protocol.manifest import Manifest
 from ..protocol.messages import Grant
 from ..reshard.read import Leg, Offer
-from ..transport.base import ByteStream, Look, StopFlag, Terms, Until
-from ..transport.rows import Batches
+from ..transport.base import ByteStream, StopFlag, Terms, Until
+from ..transport.ranges import Batches
 from ..transport.sealed import Shared
 
 # --- A read counts only while its reader may trust it: inside its own lease, and until it was told to stop.
@@ -133,9 +133,6 @@ class TrustedSink:
     def check(self) -> None:
         self._check()
         self._fill.check()
-
-    def observe(self, chunk: int) -> Look | None:
-        return self._fill.observe(chunk)
 
     def accept(self, chunk: int, views: Sequence[memoryview]) -> None:
         self._check()
@@ -272,9 +269,6 @@ class Looking(Trusted):
     def touch(self) -> None:
         raise InvariantViolation("a look touched something")
 
-    def observe(self, chunk: int) -> Look | None:
-        raise InvariantViolation("a look was shown bytes")
-
     def accept(self, chunk: int, views: Sequence[memoryview]) -> None:
         raise InvariantViolation("a look was given bytes")
 
@@ -328,9 +322,6 @@ class TrustedLeg(Trusted):
     def check(self) -> None:
         super().check()
         self.leg.check()
-
-    def observe(self, chunk: int) -> Look | None:
-        return self.leg.observe(chunk)
 
     def accept(self, chunk: int, views: Sequence[memoryview]) -> None:
         self.check()

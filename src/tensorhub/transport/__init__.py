@@ -1,13 +1,13 @@
 """MOVES BYTES: registered memory of one worker, read chunk by chunk by another.
 
-`base` says what every transport offers and which rules it keeps; `progress` which chunks are there already. One
-contract suite (`tests/transport`) checks all of them.
+`base` says what every transport offers and which rules it keeps. One contract suite (`tests/transport`) checks all of
+them.
 
     transport   endpoint             between                        needs      cost at the source
     local       local://place/name   two workers of one host        Linux      none: the reader copies by itself
     tcp         tcp://host:port      any two hosts; across sites    nothing    one thread for each stream that is read
 
-`choose` is the rule by which a reader picks one, with the reason why it is no better one.
+`base.choose` is the rule by which a reader picks one, with the reason why it is no better one.
 
 Nothing here knows what a version, a group or a replica is.
 """

@@ -15,11 +15,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from .tcp import wire as tcp_wire
-from .tcp.job import Job
-from .tcp.reader import Stream
-from .tcp.server import TcpServer
-from .tcp.serving import Served
-from .tcp.wire import Garbled, Hello, Lending, Vanished, Welcome, Wire
+from .tcp.reader import Job, Stream
+from .tcp.server import Served, TcpServer
+from .tcp.wire import Garbled, Vanished, Welcome, Wire
 
 READY, MEMORY_FRAME = 16, 17
 COUNT = struct.Struct("=Q")
@@ -30,9 +28,6 @@ class AnnouncingServer(TcpServer):
     """Says which chunks are there, and counts what its readers say that they have read."""
 
     is_announcing = True
-
-    def lending(self, hello: Hello) -> Lending | None:
-        return None
 
     def send(self, wire: Wire, served: Served, start: int, stop: int) -> int:
         """Announce all of [start, stop) that is there, up to the first gap."""

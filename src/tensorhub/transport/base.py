@@ -12,7 +12,7 @@ from ..protocol.errors import TensorHubError, TransferError
 from .native import load, shapes
 
 if TYPE_CHECKING:
-    from .rows import Scatter
+    from .ranges import Scatter
 
 
 # --- Stop flags for Python and native threads: a thread looks at its flags before it lets a chunk count.
@@ -42,33 +42,6 @@ class StopFlag:
     def address(self) -> int:
         """For the mover."""
         return ctypes.addressof(self.state)
-
-
-class Turn:
-    """A word that takes one of two turns, once: who comes first decides."""
-
-    def __init__(self) -> None:
-        self._word = ctypes.c_uint32(0)
-        self._lock = threading.Lock()
-
-    @property
-    def taken(self) -> int:
-        """0 while it is open."""
-        return self._word.value
-
-    def take(self, turn: int) -> int:
-        """Take this turn, unless one was taken before. Returns which it is now."""
-        library = load.library()
-        if library is not None:
-            return int(library.swap(self.address, 0, turn)) or turn
-        with self._lock:
-            self._word.value = self._word.value or turn
-            return self._word.value
-
-    @property
-    def address(self) -> int:
-        """For the mover."""
-        return ctypes.addressof(self._word)
 
 
 class Until:
@@ -218,7 +191,6 @@ class Progress:
 MAX_MANIFEST_BYTES = 64 << 20  # 4 million chunks of 16 B: 16 TiB in chunks of 4 MiB
 
 OnEnd = Callable[[TensorHubError | None], None]
-Look = Callable[[memoryview], object]  # sees bytes that have just come
 
 
 class ByteStream(Protocol):
@@ -281,14 +253,6 @@ class Sink(Protocol):
 
     def touch(self) -> None:
         """Called before each chunk whose bytes are about to be written. Raises if nothing may be written any more."""
-        ...
-
-    def observe(self, chunk: int) -> Look | None:
-        """What wants to see the bytes of a chunk that begins to come, view by view, while a cache has them; or None.
-
-        A courtesy, which a transport may leave out. It shows all views in order, each once its bytes are there, and
-        what it has shown does not change any more before `accept`.
-        """
         ...
 
     def accept(self, chunk: int, views: Sequence[memoryview]) -> None:

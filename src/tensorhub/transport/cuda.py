@@ -53,13 +53,11 @@ from .local.memory import SCHEME as LOCAL
 from .local.memory import Call, Lost, Place, Process, Received, Token, receive_header, send_with_descriptors
 from .local.transport import SEAL, LocalRead, LocalServed, LocalServer, LocalSettings, LocalTransport, credentials_of
 from .on_device import OnDevice, Opened, RingMemory, on_device
-from .rows import Piecewise
+from .ranges import Piecewise
 from .sealed import Foreign, Unmappable, scratch
 from .tcp import wire as tcp_wire
-from .tcp.job import Job
-from .tcp.reader import Stream, TcpRead
-from .tcp.server import TcpServer
-from .tcp.serving import Conversation, Served
+from .tcp.reader import Job, Stream, TcpRead
+from .tcp.server import Conversation, Served, TcpServer
 from .tcp.settings import MIB, TcpSettings
 from .tcp.wire import Garbled, Hello, Refusal, Vanished, Wire
 from .threads import Thread, opening, scope, start, track

@@ -17,7 +17,7 @@ from ..protocol.manifest import DIGEST_BYTES
 from .announcing import AnnouncedStream
 from .base import Sink, Terms
 from .on_device import WINDOWS, Landing, OnDevice, Opened, on_device
-from .rows import Counting, Piecewise, Scatter
+from .ranges import Counting, Piecewise, Scatter
 from .tcp.wire import Vanished
 
 ASK_BATCHES = 1 << 14  # at once

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from .base import ByteStream
-from .rows import Batches, Scatter
+from .ranges import Batches, Scatter
 
 WINDOWS = 2  # of a landing that are under way at a time: the device gathers one while the host judges the other
 

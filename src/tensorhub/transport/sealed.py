@@ -28,12 +28,13 @@ import sys
 import threading
 import weakref
 from array import array
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cache
 
 from .native import load, shapes
+from .ranges import Addresses
 from .threads import track
-from .views import Addresses
 
 # As the kernel numbers them; Python knows them where the C library did when it was built.
 ADD_SEALS, GET_SEALS = 1033, 1034
@@ -292,12 +293,13 @@ def regions_of(addresses: Addresses) -> tuple[Region, ...]:
     """The memory that has all of these bytes; empty unless all of it can be mapped. It lives as long as the answer."""
     with _adding:  # other threads add to it
         every = sorted(_all, key=lambda each: each.address)
+    begins = [each.address for each in every]
     found: dict[int, Region] = {}
-    for start, stop in _runs(addresses) if every else ():
-        here = next((each for each in every if each.address <= start and stop <= each.address + each.size_bytes), None)
-        if here is None:
+    for address, length in zip(addresses.pairs[0::2], addresses.pairs[1::2], strict=True):
+        at = bisect_right(begins, address) - 1
+        if at < 0 or address + length > begins[at] + every[at].size_bytes:
             return ()
-        found[here.address] = here
+        found[at] = every[at]
         if len(found) > MAX_REGIONS:
             return ()
     return tuple(found.values())
@@ -319,9 +321,7 @@ def moved_to(addresses: Addresses, regions: Sequence[tuple[int, int, int]]) -> A
     pairs = addresses.pairs[:]
     each = zip(pairs[0::2], pairs[1::2], strict=True)
     pairs[0::2] = array("Q", [_moved(at, at + size_bytes, regions) for at, size_bytes in each])
-    if len(regions) > 1:  # who was near there is not near here
-        return Addresses.of_ranges(zip(pairs[0::2], pairs[1::2], strict=True))
-    return Addresses(pairs, gaps=addresses.gaps, breaks=addresses.breaks, like=addresses)
+    return Addresses(pairs)
 
 
 def _large(address: int, size_bytes: int) -> shapes.Large | None:
@@ -361,15 +361,6 @@ def _moved(start: int, stop: int, regions: Sequence[tuple[int, int, int]]) -> in
         if there <= start and stop <= there + size_bytes:
             return start - there + here
     raise ValueError("bytes outside of what can be mapped")
-
-
-def _runs(addresses: Addresses) -> Sequence[tuple[int, int]]:
-    """Where they begin and end, with what lies between near neighbours."""
-    pairs, found, first = addresses.pairs, [], 0
-    for last in addresses.breaks:
-        found.append((pairs[2 * first], pairs[2 * last] + pairs[2 * last + 1]))
-        first = last + 1
-    return found
 
 
 def _give_back(mapping: Mapping | Foreign, descriptor: int, owner: int) -> None:

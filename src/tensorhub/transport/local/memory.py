@@ -21,11 +21,11 @@ from typing import NoReturn
 
 from ...protocol.errors import TransportMissing
 from .. import threads
-from ..base import Look, Sharing, Sink
+from ..base import Sharing, Sink
+from ..ranges import Addresses
 from ..sealed import MAX_REGIONS, Foreign, Region, Sealed, Shared, Unmappable, moved_to
 from ..tcp.wire import HEADER, Silent, Vanished, Wire, lost
 from ..threads import opening, track
-from ..views import Addresses, Bridged
 
 # --- Who may read whose memory on this host, as far as that is known before anybody tries; and endpoints that say it.
 #
@@ -170,7 +170,6 @@ def remedy() -> str:
 
 
 CALL_BYTES = 32 << 20  # of one call: 2-4 ms, so that a stopped read ends soon; larger ones gain nothing
-CACHED_BYTES = 1 << 20  # copied, then hashed in the near cache; of 512 KiB, threads wait for the GIL more than it saves
 SEAL_BYTES = 16
 _NOTHING = bytes(SEAL_BYTES)
 
@@ -300,34 +299,6 @@ class Process:
             if moved <= 0:
                 self._failed(moved)
             start += moved
-
-    def read_bridged(self, start: int, stop: int, bridged: Bridged) -> int:
-        """As much of [start, stop) as can be read that way; returns where to go on. Raises as `read`."""
-        self.check()
-        while start < stop:
-            theirs, ours, size_bytes = bridged.part(start, min(stop, start + CALL_BYTES))
-            if self._copy(theirs, ours) != sum(ours[1::2]):
-                return start  # a page is not there: `read` finds out whether a tensor's or, in vain, a gap's
-            start += size_bytes
-        return start
-
-    def read_piece(self, theirs: int, ours: int, view: memoryview, look: Look | None, call: Call) -> None:
-        """What is at their address into `view`, which is at ours, and shown piecemeal. Raises like `read`.
-
-        Nothing is in this loop that need not be: what it touches comes back from a cold cache each time.
-        """
-        self.check()
-        read, of = self._read, call.of
-        for first in range(0, len(view), CALL_BYTES if look is None else CACHED_BYTES):
-            part = view[first : first + (CALL_BYTES if look is None else CACHED_BYTES)]
-            at, end = first, first + len(part)
-            while at < end:
-                moved = read(*of(theirs + at, ours + at, end - at))
-                if moved <= 0:
-                    self._failed(moved)
-                at += moved
-            if look is not None:
-                look(part)
 
     def has(self, token: Token, call: Call) -> bool:
         """Whether it has these bytes there now. Raises `Lost`, `TransportMissing`."""

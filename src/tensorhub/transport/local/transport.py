@@ -6,27 +6,24 @@ import mmap
 import os
 import socket
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from ...protocol.errors import TensorHubError, TransportMissing, UsageError
 from ..announcing import MAX_MEMORY_BYTES, MEMORY_FRAME, AnnouncedStream, AnnouncingServer
-from ..base import Export, Look, OnEnd, Sink
+from ..base import Export, OnEnd, Sink
 from ..native import load, shapes
 from ..native.reads import LOCAL_TILE_BYTES, Mover, mover_for
-from ..rows import BadRow, Batches, Piecewise, Placed, Rows, RowStream, table_of
+from ..ranges import Addresses, BadRow, Batches, Located, Piecewise, Placed, Rows, bare_addresses, table_of
 from ..sealed import Region, Sealed, Shared, Unmappable, moved_to, regions_of
 from ..tcp.addresses import wire_for
-from ..tcp.job import Job
-from ..tcp.reader import Stream, TcpRead, counted, opened
-from ..tcp.server import TcpServer
-from ..tcp.serving import Served
+from ..tcp.reader import Job, Stream, TcpRead, counted, opened
+from ..tcp.server import Served, TcpServer
 from ..tcp.settings import MIB, TcpSettings
 from ..tcp.transport import TcpTransport
 from ..tcp.wire import Garbled, Hello, Refusal, Vanished, Wire
-from ..threads import is_shortage, scope
-from ..views import Addresses, Bridged, Located, bare_addresses
+from ..threads import is_shortage
 from .memory import (
     FROZEN,
     MAPPED,
@@ -59,7 +56,7 @@ from .memory import (
 # It is the tcp transport's server over an abstract unix socket: the same greetings, requests, keepalives and endings
 # (`tcp_wire`), the same threads and the same ways for an export to end. In place of chunks a reader gets, once
 #
-#     source  MEMORY  the seal's address, the seal, and where every piece of the stream lies (`vectors.Addresses`)
+#     source  MEMORY  the seal's address, the seal, and where every piece of the stream lies (`ranges.Addresses`)
 #     source  READY   chunks [`number`, number + n) are there; n is the body
 #
 # and its requests carry as their `number` how many bytes it has read so far on this connection: that is what is
@@ -194,7 +191,6 @@ def check_listener(wire: Wire, endpoint: str) -> None:
 # workers can still use tcp. It must never: let a chunk be judged whose seal was not seen after the copy.
 
 
-SMALL_BYTES = 1 << 16  # smaller pieces on the average go to the kernel together
 _CANNOT = ("user", "memory")  # refusals that are no fault of the source: another transport may do
 
 
@@ -202,19 +198,11 @@ class Remote:
     """The source's memory, for one thread of a read."""
 
     def __init__(
-        self,
-        process: Process,
-        addresses: Addresses,
-        bridged: Bridged | None,
-        seal_address: int,
-        seal: bytes,
-        *,
-        is_mapped: bool,
+        self, process: Process, addresses: Addresses, seal_address: int, seal: bytes, *, is_mapped: bool
     ) -> None:
-        """`bridged` is given if that is the faster way to read it; `is_mapped` if the addresses are of ours."""
+        """`is_mapped`: the addresses are of this process."""
         self._process = process
         self.addresses = addresses
-        self._bridged = bridged
         self._token = Token(seal_address, seal)
         self._call = Call(process.pid)
         self.is_mapped = is_mapped
@@ -222,21 +210,7 @@ class Remote:
     def again(self) -> "Remote":
         """The same for another thread."""
         token = self._token
-        return Remote(
-            self._process, self.addresses, self._bridged, token.address, token.value, is_mapped=self.is_mapped
-        )
-
-    def read_view(self, start: int, view: memoryview, ours: Addresses, look: Look | None) -> None:
-        """What is now at `start` of the stream into the view that is there in ours; both may lie in several pieces."""
-        stop = start + len(view)
-        theirs_at, ours_at = self.addresses.whole(start, stop), ours.whole(start, stop)
-        if not theirs_at or not ours_at:
-            self.read(start, stop, ours)
-            if look is not None:
-                look(view)
-            return
-        with self._explained():
-            self._process.read_piece(theirs_at, ours_at, view, look, self._call)
+        return Remote(self._process, self.addresses, token.address, token.value, is_mapped=self.is_mapped)
 
     @property
     def is_native(self) -> bool:
@@ -253,15 +227,8 @@ class Remote:
 
         Raises `TransportMissing` if it never can work.
         """
-        with self._explained():
-            if self._bridged is not None and theirs is None:
-                start = self._process.read_bridged(start, stop, self._bridged)
-            self._process.read(start, stop, theirs or self.addresses, ours, self._call)
-
-    @scope
-    def _explained(self) -> Iterator[None]:
         try:
-            yield
+            self._process.read(start, stop, theirs or self.addresses, ours, self._call)
         except Lost as error:
             if self.is_sealed:  # it is there and means it, and yet these pages are not for the kernel to read
                 raise unreadable(self._process.pid, str(error)) from error
@@ -288,7 +255,6 @@ class LocalJob(Job):
     def __init__(self, settings: TcpSettings, endpoint: str, key: str, sink: Sink, *, maps: bool) -> None:
         super().__init__(settings, endpoint, key, sink)
         self.maps = maps
-        self.ours: Addresses | None = None  # None: the sink's memory has no lasting addresses
         self.remote: Remote | None = None
         self.process: Process | None = None
         self.mapped: Mapped | None = None
@@ -392,10 +358,8 @@ class LocalStream(AnnouncedStream):
         body = memoryview(self.wire.receive_body(length, MAX_MEMORY_BYTES + SEAL.size))
         if length < SEAL.size:
             raise Garbled(f"addresses of {length} B")
-        stream = self.job.sink.stream
-        self._its.ours = stream.addresses() if isinstance(stream, Located) else None
         try:
-            addresses = Addresses.decode(body[SEAL.size :], self._its.ours)
+            addresses = Addresses.decode(body[SEAL.size :])
         except ValueError as error:
             raise Garbled(f"malformed addresses: {error}") from error
         if addresses.stop != self.size_bytes:
@@ -433,16 +397,8 @@ class LocalStream(AnnouncedStream):
             raise TransportMissing("the source's process is not of our PID namespace", hint=remedy())
         try:
             self._its.process = Process(pid)
-            bridged = Bridged(addresses, self._its.ours) if self._its.ours is not None else None
-            can_help = bridged is not None and bridged.can_help
-            remote = Remote(
-                self._its.process,
-                addresses,
-                bridged if can_help else None,
-                seal_address,
-                seal,
-                is_mapped=mapped is not None,
-            )
+            is_mapped = mapped is not None
+            remote = Remote(self._its.process, addresses, seal_address, seal, is_mapped=is_mapped)
             if not remote.is_sealed:
                 raise self.why_ended()
         except Lost as error:
@@ -471,16 +427,9 @@ class LocalStream(AnnouncedStream):
             raise self.why_ended()
         super().conclude(state)
 
-    def transfer(self, start: int, stop: int, views: Sequence[memoryview], look: Look | None) -> None:
-        """Large pieces one by one and through the core's cache; small ones all in one call."""
-        remote, ours = self._have_remote(), self._its.ours
+    def receive_bytes(self, start: int, stop: int, views: Sequence[memoryview]) -> None:
         try:
-            if ours is None or len(views) > 1 + (stop - start) // SMALL_BYTES:
-                super().transfer(start, stop, views, look)
-                return
-            for view in views:
-                remote.read_view(start, view, ours, look)
-                start += len(view)
+            self._have_remote().read(start, stop, Addresses.of_views(views, start))
         except Lost as error:
             raise self.why_ended() from error
 
@@ -490,10 +439,6 @@ class LocalStream(AnnouncedStream):
             assert self._its.remote is not None, "bytes before addresses"
             self._remote = self._its.remote.again()
         return self._remote
-
-    def take_bytes(self, start: int, stop: int, views: Sequence[memoryview]) -> None:
-        assert self._remote is not None
-        self._remote.read(start, stop, self._its.ours or Addresses.of_views(views, start))
 
     def taken(self, size_bytes: int) -> None:
         """What was copied counts if the seal is still there."""
@@ -560,24 +505,16 @@ class LocalPieces(LocalStream):
         else:
             super().await_chunk(chunk, size_bytes)
 
-    def transfer(self, start: int, stop: int, views: Sequence[memoryview], look: Look | None) -> None:
-        if self._is_sent:
-            Stream.transfer(self, start, stop, views, look)
-            return
-        self._have_remote()
-        try:
-            Stream.transfer(self, start, stop, views, look)
-        except Lost as error:
-            raise self.why_ended() from error
-
-    def take_bytes(self, start: int, stop: int, views: Sequence[memoryview]) -> None:
+    def receive_bytes(self, start: int, stop: int, views: Sequence[memoryview]) -> None:
         if self._is_sent:
             self.wire.receive_into(views)
             return
         remote = self._have_remote()
-        remote.read(
-            start, stop, Addresses.of_views(views, start), _part(remote.addresses, self._batches.rows, start, stop)
-        )
+        theirs = _part(remote.addresses, self._batches.rows, start, stop)
+        try:
+            remote.read(start, stop, Addresses.of_views(views, start), theirs)
+        except Lost as error:
+            raise self.why_ended() from error
 
     def taken(self, size_bytes: int) -> None:
         if self._is_sent:
@@ -589,7 +526,7 @@ class LocalPieces(LocalStream):
 def _part(memory: Addresses, rows: Rows, start: int, stop: int) -> Addresses:
     """Where bytes [start, stop) of the batches' stream lie at the source."""
     found: list[tuple[int, int]] = []
-    for place, length in RowStream.ranges_of(rows, start, stop):
+    for place, length in rows.ranges(start, stop):
         at, end = place, place + length
         while at < end:
             pairs = memory.part(at, end)
@@ -633,7 +570,6 @@ class LocalSettings:
     silence_s: float = 5.0  # as tcp's: the keepalive comes every 1.25 s
     threads: int = 2  # one copies 16-18 GiB/s, or 12.7 with the digest; two 20-24, which is all that the memory gives
     thread_bytes: int = 8 * MIB  # what makes a further thread worth its connection: 0.5 ms of copying
-    block_bytes: int = 4 * MIB  # copied, then hashed, where a chunk lies in many pieces
     ahead_bytes: int = 256 * MIB  # each request wakes the source, which takes a core from a reader for 0.1 ms
     max_connections: int = 64  # 32 readers with 2 threads each
     maps: bool = True  # memory that the source hands over, rather than let the kernel copy out of its process
@@ -648,7 +584,6 @@ class LocalSettings:
             streams=self.threads,
             stream_rate_bytes_per_s=0,
             stream_bytes=self.thread_bytes,
-            block_bytes=self.block_bytes,
             ahead_bytes=self.ahead_bytes,
             max_connections=self.max_connections,
             congestion=None,

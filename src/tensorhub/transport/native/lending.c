@@ -1,4 +1,4 @@
-/* How a source's bytes come into its socket: copied, or lent page by page, as `tcp_lend.py` explains. */
+/* How a source's bytes come into its socket: copied, or lent page by page, as `tcp/wire.py` explains. */
 #define _GNU_SOURCE
 #include "mover.h"
 

@@ -1,6 +1,6 @@
 /* The target's side: streams that ask for chunks ahead of their arrival, and what they share.
  *
- * It is `tcp_stream.py` again, rule for rule. One thread runs each stream; one more, Python's, waits for events. */
+ * One thread runs each stream; one more, Python's, waits for events. */
 #define _GNU_SOURCE
 #include "mover.h"
 

@@ -9,10 +9,9 @@ from operator import add, le, mul
 
 from ...protocol.manifest import DIGEST_BYTES, chunk_count
 from ..base import ByteStream, Sink, Terms, Trusting
-from ..rows import COUNT, COUNTS, ROW_WORDS, RUN, BadRow, Batches, Rows, Scatter, placed, table_of
+from ..ranges import COUNT, COUNTS, ROW_WORDS, RUN, BadRow, Batches, Rows, Scatter, bare_addresses, placed, table_of
 from ..sealed import large_of
 from ..tcp.settings import TcpSettings
-from ..views import bare_addresses
 from . import load, shapes
 
 # --- Where the bytes of a read belong, as the native mover sees it: in chunks of a stream, or in batches (`batches`).

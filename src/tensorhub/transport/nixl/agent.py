@@ -21,8 +21,8 @@ import msgspec
 
 from ...protocol.errors import TransportMissing, UsageError
 from ..base import ByteStream
+from ..ranges import Located
 from ..threads import beside_captures, scope, tolerated
-from ..views import Located
 
 # --- Which of UCX's ways a pair of workers really has, as far as that can be known: a rule, and the facts that it
 # takes.

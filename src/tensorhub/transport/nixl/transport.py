@@ -9,7 +9,6 @@ import time
 import weakref
 from array import array
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -24,20 +23,17 @@ from ...protocol.names import Undecodable, decoded
 from .. import threads
 from ..announcing import COUNT, MAX_MEMORY_BYTES, MEMORY_FRAME, AnnouncedStream, AnnouncingServer
 from ..base import ByteStream, Export, OnEnd, Sink, Taking
-from ..rows import Batches, Piecewise, RowStream
+from ..ranges import Batches, Located, Piecewise, advance, flat, one_call
 from ..tcp import wire as tcp_wire
 from ..tcp.addresses import SCHEME as TCP
 from ..tcp.addresses import Address, dial
 from ..tcp.addresses import parse_endpoint as parse_tcp_endpoint
-from ..tcp.job import Job
-from ..tcp.reader import Stream, TcpRead, counted, opened
-from ..tcp.server import TcpServer
-from ..tcp.serving import Served
+from ..tcp.reader import Job, Stream, TcpRead, counted, opened
+from ..tcp.server import Served, TcpServer
 from ..tcp.settings import MIB, TcpSettings
 from ..tcp.transport import TcpTransport
 from ..tcp.wire import Garbled, Hello, Refusal, Silent, Unreadable, Wire, WireError
 from ..threads import FILES, MEMORY, Thread, start
-from ..views import Located, advance, flat, one_call
 from . import agent
 from . import agent as nixl_path
 from .agent import (
@@ -538,8 +534,6 @@ class NixlStream(AnnouncedStream):
 
     def _judge(self, chunk: int, size_bytes: int, views: Sequence[memoryview]) -> None:
         self.job.count_received(size_bytes)
-        if (look := self.job.sink.observe(chunk)) is not None:
-            deque(map(look, views), 0)
         self.job.sink.accept(chunk, views)
 
     def _broken(self, error: Broken) -> Exception:
@@ -681,9 +675,7 @@ class NixlPieces(NixlStream):
         """Has bytes [start, stop) of the batches' stream, which were those of the export when they were read."""
         landing, lying = self._ready_to_land()
         theirs = [
-            place
-            for at, length in RowStream.ranges_of(self._batches.rows, start, stop)
-            for place in lying.part(at, at + length)
+            place for at, length in self._batches.rows.ranges(start, stop) for place in lying.part(at, at + length)
         ]
         try:
             plan = self._meeting.plan_of(landing.place._replace(size_bytes=stop - start), theirs)

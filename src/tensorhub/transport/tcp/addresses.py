@@ -10,15 +10,17 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from ...protocol.errors import Unavailable, UsageError
 from .. import threads
 from ..threads import Thread, is_shortage, made, start, tolerated, unavailable
-from .job import Job
 from .settings import TcpSettings, tune
 from .wire import Garbled, Vanished, Wire
+
+if TYPE_CHECKING:
+    from .reader import Job
 
 # --- Where a worker listens, where its peers find it, and which of its addresses a stream goes to.
 #
@@ -266,7 +268,7 @@ _lock = threading.Lock()
 _questions: dict[Address, Question] = {}  # under way, or answered when nobody waited any more
 
 
-def look_up(job: Job, address: Address, within_s: float) -> Found:
+def look_up(job: "Job", address: Address, within_s: float) -> Found:
     """What `getaddrinfo` says. Raises `Vanished` if that is nothing, or not said in time, or the read is over."""
     question = _asked(address)
     asking = Asking(question)
@@ -338,7 +340,7 @@ _MOST_FOUND = 4  # of one host name; each may cost `connect_s`
 _NO_PORT_YET = getattr(socket, "IP_BIND_ADDRESS_NO_PORT", 24)  # Linux: a port is chosen when it connects
 
 
-def dial(job: Job, index: int, *, parse: Callable[[str], tuple[Address, ...]] = parse_endpoint) -> Wire:
+def dial(job: "Job", index: int, *, parse: Callable[[str], tuple[Address, ...]] = parse_endpoint) -> Wire:
     """Reach the source over tcp. `parse` makes addresses of its endpoint, or raises `ValueError`."""
     try:
         addresses = parse(job.endpoint)
@@ -355,7 +357,7 @@ def dial(job: Job, index: int, *, parse: Callable[[str], tuple[Address, ...]] = 
     return wire
 
 
-def _reach_any(job: Job, addresses: tuple[Address, ...], own: tuple[str, ...]) -> Wire:
+def _reach_any(job: "Job", addresses: tuple[Address, ...], own: tuple[str, ...]) -> Wire:
     """One after the other: first from this worker's own, then from whatever the kernel chooses.
 
     Only the last try has all the time that there is.
@@ -378,7 +380,7 @@ def _reach_any(job: Job, addresses: tuple[Address, ...], own: tuple[str, ...]) -
     return wire
 
 
-def _reach(job: Job, address: Address, *, within_s: float | None = None, leave_from: str = "") -> Wire:
+def _reach(job: "Job", address: Address, *, within_s: float | None = None, leave_from: str = "") -> Wire:
     """At that address. Raises `Vanished` if it cannot be reached."""
     failure = Vanished("the host has no address")
     try:
@@ -401,7 +403,7 @@ def _reach(job: Job, address: Address, *, within_s: float | None = None, leave_f
         del failure  # its traceback knows this frame: they would wait for the garbage collector together
 
 
-def wire_for(job: Job, family: int, kind: int = socket.SOCK_STREAM, protocol: int = 0) -> Wire:
+def wire_for(job: "Job", family: int, kind: int = socket.SOCK_STREAM, protocol: int = 0) -> Wire:
     """A connection to be, which the job knows. Raises `Unavailable` where this process has no descriptor for it."""
     try:
         wire = Wire(made(lambda: socket.socket(family, kind, protocol)), job.settings)

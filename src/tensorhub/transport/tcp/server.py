@@ -1,7 +1,10 @@
-"""The source's side of the tcp transport: listening, admission, and a thread for each connection."""
+"""The source's side of the tcp transport: admission, connections, the mover's conversations, reads of batches."""
 
+import ctypes
 import hmac
 import logging
+import os
+import secrets
 import select
 import socket
 import threading
@@ -9,19 +12,48 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from math import inf
 
 from ...protocol.errors import Closed, UsageError
+from ...protocol.manifest import chunk_count
 from .. import threads
-from .. import threads as shortages
-from ..base import MAX_MANIFEST_BYTES, Export, Scarce
-from ..rows import Room
-from ..threads import ShortSwitchInterval, Thread, block_sigpipe, made, start, tracked
-from . import wire as brief
+from ..base import MAX_MANIFEST_BYTES, Export, Scarce, StopFlag
+from ..native import load, shapes
+from ..ranges import (
+    MAX_PIECES_BYTES,
+    PIECES,
+    ROW_WORDS,
+    RUN,
+    BadPieces,
+    BadRow,
+    Batches,
+    Placed,
+    Room,
+    RowStream,
+    bare_addresses,
+    table_of,
+)
+from ..threads import ShortSwitchInterval, Thread, block_sigpipe, made, scope, start, tracked
 from . import wire as tcp_wire
 from .addresses import addresses_of, advertised_endpoint, listeners
-from .serving import Conversation, Served, conversation_for, idle_s, serve_pieces
 from .settings import TcpSettings, tune
-from .wire import Garbled, Hello, Lending, Refusal, Silent, Unreadable, Vanished, Welcome, Wire, WireError
+from .wire import (
+    Garbled,
+    Hello,
+    Pipe,
+    Refusal,
+    Silent,
+    Unlendable,
+    Unreadable,
+    Vanished,
+    Welcome,
+    Wire,
+    WireError,
+    bounded_send,
+    lost,
+)
+
+_log = logging.getLogger(__name__)
 
 # --- Limits the connections of a source: strangers, and readers that have said what they want to read.
 #
@@ -36,7 +68,7 @@ from .wire import Garbled, Hello, Lending, Refusal, Silent, Unreadable, Vanished
 MAX_STRANGERS = 64  # at a time, each with a thread; so many more for a moment, who are cut and about to leave
 
 
-class Door:
+class Admission:
     """All connections of one server."""
 
     def __init__(self, most_welcome: int) -> None:
@@ -150,6 +182,191 @@ class Accepting:
                     sock.close()
 
 
+# --- What a source exports, as its readers see it, and the count of what they were sent.
+#
+# It must never: be changed without its server's lock.
+
+
+class Served:
+    """One export as its readers see it. Its fields are guarded by the server's lock; `ended` may be read without."""
+
+    def __init__(self, export: Export) -> None:
+        self.export = export
+        self.generation = secrets.randbits(62) + 1  # no other export has it, not even in another life of this worker
+        self.chunk_count = chunk_count(export.stream.size_bytes, export.chunk_bytes)
+        self.inside: dict[Wire, int] = {}  # and the bytes that this reader says it has read
+        self.ended: str | None = None
+        self.stop_flag = StopFlag()  # set once it has ended
+        self.sent_bytes = 0
+
+    def has_ended(self) -> bool:
+        return self.ended is not None
+
+    def end(self, reason: str) -> None:
+        self.ended = reason
+        self.stop_flag.set()
+
+
+# --- A source's connection that the native mover serves: what Python prepares for it, and how it ends.
+#
+# Python has greeted the reader and said what it must know. From then on the mover hears its requests and sends, lends
+# or announces chunks, in the thread of that connection and without the interpreter. It comes back for a pipe, once
+# the connection is fast enough to lend memory to, and at the end.
+#
+# It must never: give the mover memory that may be moved only inside a block of its stream.
+
+
+class Conversation:
+    """One connection as the library sees it. Holds all memory that the library is given."""
+
+    def __init__(
+        self,
+        library: load.Library,
+        wire: Wire,
+        served: Served,
+        held: object,
+        state: shapes.ServeState,
+    ) -> None:
+        self._library = library
+        self._wire = wire
+        self._served = served
+        self._held = held
+        self._state = state
+
+    def run(self) -> str:
+        """Serve until the export ends, or its chunks do: returns why. Raises what ends the connection before."""
+        state, pipe = self._state, None
+        try:
+            while True:
+                self._library.serve(state)
+                if state.status != shapes.NEEDS_PIPE:
+                    return self._end()
+                try:
+                    with ShortSwitchInterval():
+                        pipe = Pipe()
+                    state.pipe_in, state.pipe_out = pipe.ends
+                except Unlendable:
+                    state.may_lend = 0
+        finally:
+            if pipe is not None:
+                pipe.close()
+
+    @property
+    def sent_bytes(self) -> int:
+        return int(self._state.sent_bytes)
+
+    @property
+    def idle_s(self) -> float:
+        """How long the reader has asked for nothing: infinite if it never has, 0 while it is served."""
+        state = self._state
+        return idle_s(state.idle_since or None, has_asked=bool(state.kind))
+
+    def add_to(self, counts: dict[str, int]) -> None:
+        """What it has sent so far."""
+        state = self._state
+        counts["sent_bytes"] += int(state.sent_bytes)
+        counts["sent_chunks"] += int(state.sent_chunks)
+        counts["lent_bytes"] += int(state.lent_bytes)
+
+    def _end(self) -> str:
+        state, served = self._state, self._served
+        if state.status == shapes.ENDED:
+            return served.ended or "it has ended"
+        if state.status == shapes.FAILED:
+            return served.export.progress.failed or "no further chunk will come"
+        raise self._failure()
+
+    def _failure(self) -> WireError:
+        """What ended the connection, as Python's own way would say it."""
+        state = self._state
+        if state.status == shapes.SILENT:
+            return Silent("the peer neither takes a byte nor asks for one")
+        if state.status != shapes.GARBLED:
+            number = int(state.error)
+            return lost(OSError(number, os.strerror(number))) if number else Vanished("the peer closed the connection")
+        if state.kind != tcp_wire.WANT:
+            return Garbled(f"a frame of kind {state.kind} from a reader")
+        if state.length > tcp_wire.MAX_WANT_BYTES:
+            return Garbled(f"a frame of {state.length} B, where {tcp_wire.MAX_WANT_BYTES} B are the limit")
+        try:
+            ranges = self._wire.decode_want(bytes(state.words[: state.length]), int(state.chunk_count))
+        except Garbled as error:
+            return error.with_traceback(None)
+        if len(ranges) > shapes.MAX_RANGES:
+            return Garbled(f"a request for {len(ranges)} ranges, where {shapes.MAX_RANGES} are the limit")
+        return Garbled("a request whose numbers are written in a way that is not read here")
+
+
+def idle_s(since: float | None, *, has_asked: bool) -> float:
+    """How long a reader has asked for nothing: infinite if it never has. `since` is None while it is served."""
+    if not has_asked:
+        return inf
+    return time.monotonic() - since if since is not None else 0.0
+
+
+def conversation_for(
+    settings: TcpSettings,
+    wire: Wire,
+    served: Served,
+    keepalive_s: float,
+    *,
+    is_announcing: bool,
+    batches: Batches | None = None,
+) -> Conversation | None:
+    """The mover for this connection; None where Python serves it: no library, or memory that its owner must show.
+
+    `batches` are what the reader wants in place of the export's chunks.
+    """
+    library, export = load.library(), served.export
+    marks = export.progress.marks
+    if library is None or marks is None:
+        return None
+    is_touched = not is_announcing or (batches is not None and any(batches.flags))
+    addresses = bare_addresses(export.stream) if is_touched else None
+    if is_touched and (addresses is None or addresses.stop != export.stream.size_bytes):
+        return None
+    table = table_of(addresses) if addresses is not None else shapes.Table(size=export.stream.size_bytes)
+    held: tuple[object, ...] = (addresses,)
+    wanted = _state_of(batches) if batches is not None else None
+    if batches is not None and addresses is not None:
+        try:
+            there = Placed(batches.rows, addresses)
+        except BadRow:
+            return None  # of several pieces of memory: Python asks the stream, run by run
+        table, held = there.table, (addresses, there)
+    elif batches is not None:
+        table = shapes.Table(size=batches.size_bytes)
+    state = shapes.ServeState(
+        table=table,
+        chunk_bytes=export.chunk_bytes,
+        chunk_count=served.chunk_count if batches is None else len(batches),
+        batches=ctypes.pointer(wanted) if wanted is not None else None,
+        progress=ctypes.pointer(marks),
+        ended=ctypes.pointer(served.stop_flag.state),
+        descriptor=wire.sock.fileno(),
+        is_announcing=is_announcing,
+        keepalive_s=keepalive_s,
+        lent=ctypes.addressof(wire.lent),
+        may_lend=wire.may_lend,
+        pipe_in=-1,
+        pipe_out=-1,
+        is_fast=settings.lend_rate_bytes_per_s <= 0,
+        lend_bytes_per_s=settings.lend_rate_bytes_per_s,
+        lend_piece_bytes=settings.lend_piece_bytes,
+    )
+    return Conversation(library, wire, served, (held, batches, wanted), state)
+
+
+def _state_of(batches: Batches) -> shapes.Batches:
+    return shapes.Batches(
+        bounds=batches.bounds.buffer_info()[0],
+        flags=ctypes.cast(ctypes.c_char_p(batches.flags), ctypes.c_void_p).value,
+        count=len(batches),
+        first_row=batches.first_row.buffer_info()[0],
+        needs=batches.rows.needs.buffer_info()[0],
+    )
+
+
 # --- The source's side of the tcp transport: one thread for each address accepts, one for each connection serves.
 #
 # A connection reads one export. Its thread sends the chunks asked for, in the order asked for, each as soon as the
@@ -160,8 +377,6 @@ class Accepting:
 # connection where it is not. It must never: touch memory after its thread was counted out, or let one peer's words harm
 # another's connection.
 
-
-_log = logging.getLogger(__name__)
 
 _MIN_KEEPALIVE_S = 0.01  # whatever a reader says that it needs
 _JOIN_S = 5.0  # threads leave within milliseconds once cut; a copy from a device may take longer
@@ -183,7 +398,7 @@ class TcpServer:
         self._changed = threading.Condition(self._lock)
         self._exports: dict[str, Served] = {}
         self._leaving: dict[str, list[Served]] = {}  # ended, perhaps with threads still inside
-        self._door = Door(settings.max_connections)
+        self._admission = Admission(settings.max_connections)
         self._moving: dict[Wire, Conversation] = {}  # by the native mover, which counts by itself until they end
         self._counts = dict.fromkeys(_COUNTED, 0)
         self._room = Room()
@@ -217,10 +432,6 @@ class TcpServer:
         """A reason why this export cannot be read by this transport."""
         return None
 
-    def lending(self, hello: Hello) -> Lending | None:
-        """Whether to lend memory to this reader."""
-        return Lending(self._settings) if hello.is_checking else None
-
     def introduce(self, wire: Wire, served: Served, hello: Hello) -> None:
         """What a reader has to know before it asks for chunks."""
         wire.send_frame(tcp_wire.MANIFEST, payload=[served.export.manifest])
@@ -235,47 +446,24 @@ class TcpServer:
         first = start * export.chunk_bytes
         last = min(first + export.chunk_bytes, export.stream.size_bytes)
         with export.stream.reading(first, last) as views:
-            is_lent = self._lend(wire, served, start, first, last, len(views))
-            late = b""
             if isinstance(export.stream, Scarce):
                 header = tcp_wire.HEADER.pack(tcp_wire.CHUNK, last - first, start)
-                late = brief.bounded_send(wire.sock, [header, *views], export.stream.hold_s)
-            elif not is_lent:
-                addresses = served.scattered.for_views(len(views))
-                if addresses is not None:
-                    wire.send_header(tcp_wire.CHUNK, start, last - first)
-                    wire.send_located(addresses, first, last)
-                else:
-                    wire.send_frame(tcp_wire.CHUNK, start, views)
+                late = bounded_send(wire.sock, [header, *views], export.stream.hold_s)
+            else:
+                wire.send_frame(tcp_wire.CHUNK, start, views)
+                late = b""
         wire.send([late])
-        if wire.lending is not None:
-            wire.lending.sent(last - first)
-        self.count_sent(served, last - first, is_lent=is_lent)
+        self.count_sent(served, last - first)
         return start + 1
-
-    def _lend(self, wire: Wire, served: Served, chunk: int, start: int, stop: int, pieces: int) -> bool:
-        """Send bytes [start, stop), which are that chunk, without a copy, if that is possible and worth it."""
-        lending = wire.lending
-        pipe = lending.pipe(stop - start, pieces) if lending is not None else None
-        addresses = served.scattered.known() if pipe is not None else None
-        if lending is None or pipe is None or addresses is None or not wire.may_lend():
-            return False
-        wire.send_header(tcp_wire.LENT, chunk, stop - start)
-        if not wire.send_lent(pipe, addresses, start, stop):
-            lending.stop()
-        return True
 
     def heard(self, wire: Wire, served: Served, number: int) -> None:
         """The number that came with a request."""
-        if number == tcp_wire.COPIED and wire.lending is not None:
-            wire.lending.stop()
 
-    def count_sent(self, served: Served, size_bytes: int, *, is_lent: bool) -> None:
+    def count_sent(self, served: Served, size_bytes: int) -> None:
         """One chunk went out."""
         with self._changed:
             served.sent_bytes += size_bytes
             self._counts["sent_bytes"] += size_bytes
-            self._counts["lent_bytes"] += size_bytes if is_lent else 0
             self._counts["sent_chunks"] += 1
 
     # -- exports -------------------------------------------------------------------------------------------------------
@@ -342,7 +530,7 @@ class TcpServer:
 
     def statistics(self) -> dict[str, int]:
         with self._lock:
-            counts = {**self._counts, "connections_open": len(self._door), "exports": len(self._exports)}
+            counts = {**self._counts, "connections_open": len(self._admission), "exports": len(self._exports)}
             for conversation in self._moving.values():
                 conversation.add_to(counts)
             return counts
@@ -354,8 +542,8 @@ class TcpServer:
                 self._accepting.close()
                 for key in list(self._exports):
                     self._end(key, "its worker closed")
-                self._changed.wait_for(lambda: not self._door, self._settings.withdraw_grace_s)
-            threads = self._door.cut_all()
+                self._changed.wait_for(lambda: not self._admission, self._settings.withdraw_grace_s)
+            threads = self._admission.cut_all()
         deadline = time.monotonic() + _JOIN_S
         self._accepting.join(deadline)
         for thread in threads:
@@ -372,21 +560,21 @@ class TcpServer:
         thread = Thread(self._run, args=(wire,), name=f"tensorhub-{self.kind}-serve")
         tune(sock, self._settings)
         with self._changed:
-            is_taken = not self._is_closed and self._door.enter(wire, thread)
+            is_taken = not self._is_closed and self._admission.enter(wire, thread)
             self._changed.notify_all()  # a stranger that waits for its key may have been cut
             self._counts["connections_accepted" if is_taken else "connections_refused"] += 1
         try:
             if is_taken:
                 return thread.start()
         except (RuntimeError, MemoryError) as error:
-            shortages.note(error, did="it started a thread for a reader")
+            threads.note(error, did="it started a thread for a reader")
             _log.warning("%s transport: a reader is hung up on: %r", self.kind, error)
             self._leave(wire)
         wire.close()
 
     def _leave(self, wire: Wire) -> None:
         with self._changed:
-            self._door.leave(wire)
+            self._admission.leave(wire)
             self._changed.notify_all()
 
     def _run(self, wire: Wire) -> None:
@@ -414,15 +602,13 @@ class TcpServer:
             wire.send_greeting(answer)
             return
         served, hello = answer
-        wire.lending = self.lending(hello)
+        wire.may_lend = hello.is_checking and not self.is_announcing
         try:
             ending = self._serve(wire, served, hello, interval)
             if ending is not None and wire.has_lent:
                 wire.send_gone(*ending)
                 return wire.await_return(settings.patience_s)
         finally:
-            if wire.lending is not None:
-                wire.lending.close()
             with self._changed:
                 del served.inside[wire]
                 self._leaving = {k: on for k, all_ in self._leaving.items() if (on := [s for s in all_ if s.inside])}
@@ -456,7 +642,7 @@ class TcpServer:
                 return Refusal("unknown-key", f"nothing is exported as {hello.key!r}")
             may_idle_s = self._settings.most_greeting_s
             is_further = bool(hello.generation)
-            if not self._door.welcome(wire, is_further=is_further, idle_s=self._idle_s, may_idle_s=may_idle_s):
+            if not self._admission.welcome(wire, is_further=is_further, idle_s=self._idle_s, may_idle_s=may_idle_s):
                 return Refusal("busy", f"all {self._settings.max_connections} connections are taken")
             if (refusal := self.why_not(served) if served.ended is None else Refusal("gone", served.ended)) is not None:
                 return refusal
@@ -478,7 +664,7 @@ class TcpServer:
             keepalive_s = max(_MIN_KEEPALIVE_S, min(settings.silence_s, hello.silence_ms / 1000) / 4)
             interval.restore()
             if hello.has_pieces:
-                return serve_pieces(self, settings, self._room, wire, served, keepalive_s)
+                return self._serve_batches(wire, served, keepalive_s)
             conversation = self.conversation(wire, served, keepalive_s)
             if conversation is not None:
                 return "gone", self.serve_natively(wire, served, conversation)
@@ -533,6 +719,92 @@ class TcpServer:
             self.heard(wire, served, number)
             yield from ranges
 
+    # -- reads of another layout ---------------------------------------------------------------------------------------
+
+    def announce(self, wire: Wire, start: int, stop: int) -> None:
+        """Say that batches [start, stop) are there, where readers fetch the bytes themselves."""
+        raise NotImplementedError
+
+    def _serve_batches(self, wire: Wire, served: Served, keepalive_s: float) -> tuple[str, str]:
+        """Send what is asked for until the export ends: code and reason. Raises `WireError` when the reader leaves."""
+        settings = self._settings
+        with _received(self._room, wire, served) as batches:
+            wire.send_frame(tcp_wire.WAITING)  # there is room: a further stream asks for nothing before it hears that
+            conversation = conversation_for(
+                settings, wire, served, keepalive_s, is_announcing=self.is_announcing, batches=batches
+            )
+            if conversation is not None:
+                return "gone", self.serve_natively(wire, served, conversation)
+            while True:
+                number, ranges = wire.receive_want(len(batches))
+                self.heard(wire, served, number)
+                for batch in (batch for start, stop in ranges for batch in range(start, stop)):
+                    reason = _await_there(wire, served, batches, batch, keepalive_s)
+                    if reason is not None:
+                        return "gone", reason
+                    self._send_batch(wire, served, batches, batch)
+
+    def _send_batch(self, wire: Wire, served: Served, batches: Batches, batch: int) -> None:
+        if self.is_announcing and not batches.is_sent(batch):
+            self.announce(wire, batch, batch + 1)
+            return
+        start, stop = batches.span(batch)
+        rows, stream = batches.rows, RowStream(served.export.stream, batches.rows)
+        shortest = min(rows.words[ROW_WORDS * row + RUN] for row in range(*batches.first_row[batch : batch + 2]))
+        step = min(MAX_BYTES, shortest * MAX_RUNS)
+        wire.send_header(tcp_wire.CHUNK, batch, stop - start)
+        for first in range(start, stop, step):
+            with stream.reading(first, min(stop, first + step)) as views:
+                wire.send(views)
+        if not self.is_announcing:  # else the reader says what it has read, this too
+            self.count_sent(served, stop - start)
+
     def _count(self, name: str) -> None:
         with self._changed:
             self._counts[name] += 1
+
+
+MAX_BYTES, MAX_RUNS = 1 << 20, 4096  # of a batch that Python copies and sends at once
+BODY_S = 30.0  # for all of what a reader wants to come: meanwhile it has room that others may need
+
+
+@scope
+def _received(room: Room, wire: Wire, served: Served) -> Iterator[Batches]:
+    """What the reader wants, as long as there is room for it."""
+    kind, length, _ = wire.receive_header()
+    if kind != PIECES:
+        raise Garbled(f"a frame of kind {kind} where pieces were due")
+    if length > MAX_PIECES_BYTES:
+        raise Garbled(f"pieces of {length} B, where {MAX_PIECES_BYTES} B are the limit: ask for them in several reads")
+    with room.taken(2 * length) as is_room:  # as it came, and with addresses
+        if not is_room:
+            raise Garbled("too much is wanted of this source at once", "busy")
+        export = served.export
+        try:
+            wanted = wire.receive_body(length, MAX_PIECES_BYTES, within_s=BODY_S)
+            batches = Batches.decode(wanted, export.stream.size_bytes, export.chunk_bytes)
+        except BadPieces as error:
+            raise Garbled(f"pieces that cannot be: {error}") from error
+        yield batches
+
+
+def _await_there(wire: Wire, served: Served, batches: Batches, batch: int, keepalive_s: float) -> str | None:
+    """Until all chunks are there that it takes bytes from. Returns why one never will be, or None.
+
+    Rows are a peer's wish, and each may span all chunks: what is known to be there is passed over, and nobody is kept
+    waiting who ends the export.
+    """
+    progress, needs = served.export.progress, batches.rows.needs
+    for row in range(batches.first_row[batch], batches.first_row[batch + 1]):
+        if progress.is_complete:
+            break
+        for chunk in range(max(needs[2 * row], progress.prefix), needs[2 * row + 1] + 1):
+            if served.ended is not None:
+                return served.ended
+            while not progress.wait(chunk, keepalive_s, served.has_ended):
+                if served.ended is not None:
+                    return served.ended
+                if progress.failed is not None:
+                    return progress.failed
+                wire.send_frame(tcp_wire.WAITING)
+    return served.ended

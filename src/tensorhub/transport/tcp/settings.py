@@ -1,10 +1,8 @@
-"""Settings of the tcp transport, and how many chunks a stream asks for ahead."""
+"""Settings of the tcp transport, and the options of its sockets."""
 
 import contextlib
 import socket
 import struct
-import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ...protocol.errors import UsageError
@@ -48,11 +46,10 @@ class TcpSettings:
     stream_rate_bytes_per_s: float = 1e9  # a link of 10 Gbit/s gives 1.2e9: one stream that gets less is held up by its
     # link, and then a second only makes every chunk take twice as long, for peers that read behind and for what is in
     # flight when a source dies. 0: all streams at once, as a thin long path across sites wants it
-    block_bytes: int = 4 * MIB  # hashed while a cache has it; of 1 MiB, calls cost 5 % and the nearer cache saves less
     far_streams: int = 4  # between sites, all at once: over 50 ms and 1 Gbit/s one got 236 Mbit/s, eight 751; but
     # each has a chunk in flight, which is read again where a site's seed dies
     most_streams: int = (
-        8  # of a read that gets more from each doubling (`tcp_stream_count`): where the path limits each stream,
+        8  # of a read that gets more from each doubling (`StreamCount`): where the path limits each stream,
     )
     # as clouds do to 5 Gbit/s and a long round trip does to its window
     probe_rate_bytes_per_s: float = 5e8  # what comes slower inside a site is held up by its link; a link of 10 Gbit/s
@@ -60,7 +57,7 @@ class TcpSettings:
     probe_s: float = 0.25  # a window in which a rate is measured: five looks
     max_connections: int = 64  # 32 direct readers with 2 streams; selection builds chains long before; 64 threads wait;
     # of those who have said who they are: strangers have room of their own
-    lend_rate_bytes_per_s: float = 1e9  # from here on a source lends its memory, and copies nothing (`tcp_lend`): what
+    lend_rate_bytes_per_s: float = 1e9  # from here on a source lends its memory, and copies nothing: what
     # is on its way, 36 MiB at most, is then with its reader within 36 ms, so that no withdrawal waits long for it
     lend_piece_bytes: int = (
         1 << 16
@@ -77,16 +74,7 @@ class TcpSettings:
     )
 
     def __post_init__(self) -> None:
-        sizes = (
-            "streams",
-            "far_streams",
-            "most_streams",
-            "probe_s",
-            "stream_bytes",
-            "block_bytes",
-            "ahead_bytes",
-            "max_connections",
-        )
+        sizes = ("streams", "far_streams", "most_streams", "probe_s", "stream_bytes", "ahead_bytes", "max_connections")
         for name in ("silence_s", "greet_s", "connect_s", "ahead_s", *sizes):
             if getattr(self, name) <= 0:
                 raise UsageError(f"tcp transport: {name} is {getattr(self, name)}, but must be more than 0")
@@ -147,53 +135,3 @@ def limit_waits(sock: socket.socket, *, receive_s: float, send_s: float) -> None
     for option, limit_s in ((socket.SO_RCVTIMEO, receive_s), (socket.SO_SNDTIMEO, send_s)):
         microseconds = max(1000, round(limit_s * 1e6))  # 0 would mean for ever
         sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", *divmod(microseconds, 1_000_000)))
-
-
-# --- Which chunks a stream asks for next: its share of what nobody has asked for yet, as far ahead as its link is
-# fast.
-#
-# It must never: hand out a chunk twice.
-
-
-class ChunkQueue:
-    """The wanted chunks that no stream has asked for yet, in order."""
-
-    def __init__(self, wanted: Sequence[int], streams: int) -> None:
-        self._wanted = wanted
-        self.streams = streams  # those with a higher index ask for no more
-        self._next = 0
-        self._lock = threading.Lock()
-
-    def take(self, most: int) -> Sequence[int]:
-        """Up to `most` chunks; towards the end fewer, so that all streams finish together."""
-        with self._lock:
-            fair = -(-(len(self._wanted) - self._next) // self.streams)
-            first, self._next = self._next, self._next + max(0, min(most, fair))
-            return self._wanted[first : self._next]
-
-
-class Window:
-    """How many chunks one stream asks for ahead: two at least, doubled while they arrive sooner than `ahead_s`."""
-
-    def __init__(self, settings: TcpSettings, chunk_bytes: int) -> None:
-        self._aim_s = settings.ahead_s
-        self._most = max(2, min(settings.ahead_bytes // chunk_bytes, MAX_WANT_RANGES))
-        self.chunks = max(2, min(self._most, settings.stream_bytes // chunk_bytes))
-
-    def adjust(self, took_s: float) -> None:
-        """A chunk came `took_s` after it was asked for."""
-        if took_s < self._aim_s:
-            self.chunks = min(self.chunks * 2, self._most)
-        elif took_s > 2 * self._aim_s:
-            self.chunks = max(self.chunks // 2, 2)
-
-
-def as_ranges(chunks: Sequence[int]) -> list[tuple[int, int]]:
-    """The same chunks in the same order as [start, stop) ranges."""
-    ranges: list[tuple[int, int]] = []
-    for chunk in chunks:
-        if ranges and ranges[-1][1] == chunk:
-            ranges[-1] = (ranges[-1][0], chunk + 1)
-        else:
-            ranges.append((chunk, chunk + 1))
-    return ranges

@@ -1,20 +1,13 @@
 """The tcp transport: weights over plain sockets, with nothing to install. For hosts without RDMA, and across sites.
 
-Threads that release the GIL carry the bytes, straight from the source's registered memory and straight into the
-target's; a chunk's control words are a header of 16 bytes of its own. `tcp_wire` says what travels, `tcp_server`
-serves, `tcp_reader` and `tcp_stream` read, `tcp_settings` has every number with its reason.
+A read costs each end one thread for each stream. The mover's threads carry the bytes from registered memory to
+registered memory. Python's threads carry what only a block of a stream may touch, such as a device's memory, and all
+bytes where there is no mover.
 
-It keeps the rules of `base`. No payload is ever buffered in Python; a read costs each end one thread for each stream.
-It must never: know what a key means, pickle, or wait without a limit.
+It keeps the rules of `base`. It must never: know what a key means, pickle, or wait without a limit.
 
-Measured: 1 GiB between two processes over loopback, each chunk hashed with xxh3-128 by the thread that received it, on
-2 cores (AMD EPYC) shared with other work; 15 programs in random order, 10 rounds, medians, two runs. Against the best
-of eight programs of bare `sendall` and `recv_into` (1 or 2 streams, pieces of 1 or 4 MiB, receive buffers of 0.5 MiB,
-4 MiB or the kernel's choice): 2 streams 0.99 and 1.00, 1 stream 1.02 and 0.97, 2 streams with chunks of 2 MiB 0.95 and
-1.00. `make bench` later found 0.68, and 0.62 without digests, where raw sockets had both cores for themselves:
-docs/benchmarks.md says why, as far as it is known. An explicit receive buffer gained nothing that the noise did not
-hide, so the kernel tunes it. Through a proxy with a round trip of 100 ms and 25 MB/s for each stream: 1 stream 24 MB/s,
-4 streams 85, whatever the chunk size.
+Measured beside bare sockets: docs/benchmarks.md. Through a proxy with a round trip of 100 ms and 25 MB/s for each
+stream: 1 stream 24 MB/s, 4 streams 85, whatever the chunk size.
 """
 
 import threading

@@ -21,12 +21,10 @@ import msgspec
 from ...protocol.errors import shortened
 from ...protocol.messages import shown, shown_fields
 from ...protocol.names import MAX_TEXT, Undecodable, decoded
-from .. import views
-from ..base import Turn
-from ..native import shapes
+from ..native import load, shapes
+from ..ranges import advance, flat, one_call, size_of
 from ..threads import track, tracked
-from ..views import IOV_MAX, Addresses
-from .settings import MAX_WANT_RANGES, TcpSettings, as_ranges, limit_waits, tune
+from .settings import MAX_WANT_RANGES, TcpSettings, limit_waits, tune
 
 # --- What ends a connection between two workers, and which of them an error of the kernel's stands for.
 #
@@ -115,41 +113,32 @@ def _unsent_bytes(sock: socket.socket) -> int:
 
 
 # --- Memory that a source lends to its socket instead of copying it there: `vmsplice` into a pipe, `splice` to the
-# socket.
+# socket. The mover does both (`lending.c`); here is the pipe.
 #
 # The kernel takes references to the pages and hands them down to the network card, or over loopback to the reader,
 # which copies them once into its tensors. To copy them first costs a source two thirds of its CPU: over loopback, 1
 # GiB in two streams on 2 cores, `send` took 0.13 to 0.16 s of the source and this takes 0.04 to 0.08; verified
 # readers got 7.2 to 8.0 GiB/s this way, and 5.4 to 5.8 from `send`.
 #
-# What is lent is not yet what was sent: a page that changes before its reader has it arrives changed. So
+# A page that changes before its reader has it arrives changed. Rules:
+# 1. A source lends only to a reader that says in its Hello that it checks every chunk's digest.
+# 2. An export that ends says so *behind* what it has lent. Its thread stays until the reader has hung up, which is when
+#    it has taken all of it, or until it is cut off.
+# 3. A lent chunk (`LENT`) that fails its digest is only in doubt: its reader asks for it once more, to be copied.
+# 4. A source lends only where a connection is fast: all that is lent is then soon with the reader, and no withdrawal
+#    waits long.
 #
-# 1. Only to a reader that says in its Hello that it checks every chunk's digest.
-# 2. An export that ends says so *behind* what it has lent and stays until the reader has hung up, which is when it has
-#    taken all of it, or until it is cut off. So a withdrawn export has nothing out with a reader that kept its time.
-# 3. A lent chunk (`tcp_wire.LENT`) that fails its digest is only in doubt: its reader asks for it once more, to be
-#    copied. Either that is what a corrupt source sends, or the source says that it has gone.
-# 4. Only where a connection is fast, so that a socket full of it is soon with the reader and no withdrawal waits
-# long. On
-#    a slow link the copy costs nothing that anybody would miss.
-#
-# Linux only. What the kernel, a sandbox or the kind of memory refuses is copied, and not tried again on that
-# connection. A pipe takes two descriptors beside the connection's own, so there is none where half of the process's
-# are taken. It must never: lend memory that is used again for something else in the normal course, as a staging ring
-# is.
+# What the kernel, a sandbox or the kind of memory refuses is copied, and not tried again on that connection.
 
 
 IS_THERE = sys.platform == "linux" and hasattr(os, "splice")
 
 PIPE_BYTES = 1 << 20  # what a user without rights may ask for; 256 pages
 LEAST_PIPE_BYTES = 1 << 18  # with less, for a user who has many pipes, the calls cost more than the copies
-WINDOW_BYTES = 16 << 20  # over which a connection's speed is judged; a socket's buffer hides up to 4 MiB of it
-
-_NONBLOCK, _MORE = 2, 4  # SPLICE_F_*
 
 
 class Unlendable(Exception):
-    """These pages cannot be lent, or not on this system. Nothing of what the last call was given is on its way."""
+    """This connection can lend nothing."""
 
 
 class Pipe:
@@ -190,87 +179,6 @@ class Pipe:
         """Both of its ends."""
         return self._in, self._out
 
-    def send(self, descriptor: int, vectors: "array[int]") -> int:
-        """Lend the first bytes of at most IOV_MAX pieces (address, length, …) to a blocking socket: how many bytes.
-
-        Raises `Unlendable`, and `OSError` as `socket.send` does.
-        """
-        address, words = vectors.buffer_info()
-        lent = _vmsplice(self._in, address, words // 2, _NONBLOCK)
-        if lent <= 0:
-            raise Unlendable(os.strerror(ctypes.get_errno()) if lent else "no page went into the pipe")
-        more = _MORE if lent < sum(vectors[1::2]) else 0
-        left = lent
-        while left:
-            moved = _splice(self._out, None, descriptor, None, left, more)
-            if moved > 0:
-                left -= moved
-                continue
-            number = ctypes.get_errno() if moved else errno.EPIPE
-            if moved < 0 and number == errno.EINTR:
-                continue
-            if number == errno.EINVAL and left == lent:
-                raise Unlendable("this socket takes no pages")
-            raise OSError(number, os.strerror(number))
-        return lent
-
-
-class Lending:
-    """Whether one connection lends, chunk by chunk. For its serving thread."""
-
-    def __init__(self, settings: TcpSettings, clock: Callable[[], float] = time.monotonic) -> None:
-        """It begins to once chunks go out fast enough: with a rate of 0 at once."""
-        self._settings = settings
-        self._clock = clock
-        self._since = clock()
-        self._bytes = 0
-        self._is_fast = settings.lend_rate_bytes_per_s <= 0
-        self._is_possible = True
-        self._pipe: Pipe | None = None
-
-    def pipe(self, size_bytes: int, pieces: int) -> Pipe | None:
-        """The pipe if a chunk of this size in so many pieces is to be lent."""
-        if not (self._is_fast and self._is_possible) or size_bytes < pieces * self._settings.lend_piece_bytes:
-            return None
-        if self._pipe is None:
-            try:
-                self._pipe = Pipe()
-            except Unlendable:
-                self._is_possible = False
-        return self._pipe
-
-    def sent(self, size_bytes: int) -> None:
-        """A chunk went out, however."""
-        self._bytes += size_bytes
-        if self._bytes >= WINDOW_BYTES:
-            now = self._clock()
-            self._is_fast = self._bytes >= self._settings.lend_rate_bytes_per_s * (now - self._since)
-            self._since, self._bytes = now, 0
-
-    def stop(self) -> None:
-        """Everything is copied from here on."""
-        self._is_possible = False
-
-    def close(self) -> None:
-        if self._pipe is not None:
-            self._pipe.close()
-            self._pipe = None
-        self.stop()
-
-
-def _function(name: str, *arguments: object) -> Callable[..., int]:
-    function = getattr(ctypes.CDLL(None, use_errno=True), name)
-    function.argtypes = arguments
-    function.restype = ctypes.c_ssize_t
-    return function  # type: ignore[no-any-return]
-
-
-if IS_THERE:
-    _vmsplice = _function("vmsplice", ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)
-    _splice = _function(
-        "splice", ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
-    )
-
 
 # --- Sends what lies in room that others wait for, and keeps that room no longer than a moment, whatever the peer
 # does.
@@ -282,17 +190,17 @@ if IS_THERE:
 def bounded_send(sock: socket.socket, buffers: Sequence[bytes | memoryview], within_s: float) -> bytes:
     """Send them. Returns a copy of what was not taken in time: to be sent next, once their room was given back."""
     deadline = time.monotonic() + within_s
-    pending = list(filter(len, map(views.flat, buffers)))
+    pending = list(filter(len, map(flat, buffers)))
     first, writable = 0, select.poll()
     writable.register(sock, select.POLLOUT)
     try:
         while first < len(pending) and (left_s := deadline - time.monotonic()) > 0:
             try:
-                sent = sock.sendmsg(views.one_call(pending, first), (), socket.MSG_DONTWAIT)
+                sent = sock.sendmsg(one_call(pending, first), (), socket.MSG_DONTWAIT)
             except BlockingIOError:
                 writable.poll(left_s * 1000)
             else:
-                first = views.advance(pending, first, sent)
+                first = advance(pending, first, sent)
     except OSError as error:
         raise lost(error) from error
     return b"".join(pending[first:])
@@ -311,7 +219,7 @@ def bounded_send(sock: socket.socket, buffers: Sequence[bytes | memoryview], wit
 #     source  MANIFEST  once, if wanted: opaque bytes
 #     reader  WANT      ranges of chunks [[start, stop), …], served in this order; `number` COPIED: and not lent
 #     source  CHUNK     `number` is the chunk; its bytes, straight from and into registered memory
-#     source  LENT      the same, but the memory was lent to the socket (`tcp_lend`): only to who checks digests
+#     source  LENT      the same, but the memory was lent to the socket: only to a reader that checks digests
 #     source  WAITING   the next chunk is not there yet; said every quarter of the silence limit
 #     source  GONE      Refusal(code, message): nothing more will come, and why
 #
@@ -321,7 +229,7 @@ def bounded_send(sock: socket.socket, buffers: Sequence[bytes | memoryview], wit
 
 
 MAGIC = b"\x93THubTCP"  # the first byte is not text: no HTTP, TLS or SSH client begins like this
-VERSION = 2
+VERSION = 3
 GREETING = struct.Struct("!8sHHI")  # magic, version, 0, length of the body
 HEADER = struct.Struct("!BxxxIQ")  # kind, length, number
 
@@ -400,8 +308,8 @@ class Wire:
         self._is_deaf = False  # it was woken: what the peer says may go unheard
         self.heard_bytes = 0  # ever; written by whoever receives, read by anybody
         self.moved: shapes.StreamState | None = None  # the mover receives here, and counts by itself
-        self.lent = Turn()  # LENT_TO: the peer may not have taken it yet; CALLED_OUT: nothing is lent any more
-        self.lending: Lending | None = None
+        self.lent = ctypes.c_uint32(0)  # LENT_TO: the peer may not have taken it yet; CALLED_OUT: nothing may be lent
+        self.may_lend = False
         self.peer = ""  # its address, of a reader
         self.has_asked = False  # for any chunk
         self.idle_since: float | None = None  # it asks for nothing; None: it is served, or has never asked
@@ -409,7 +317,7 @@ class Wire:
     @property
     def has_lent(self) -> bool:
         """Memory was lent to this socket."""
-        return self.lent.taken == LENT_TO
+        return self.lent.value == LENT_TO
 
     @property
     def all_heard_bytes(self) -> int:
@@ -446,14 +354,11 @@ class Wire:
         Not where memory is lent: whether the peer has taken it, only the peer can say.
         """
         with self._lock:
-            if self.lent.take(CALLED_OUT) == LENT_TO:
+            library = load.library()  # without it nothing is lent
+            if library is not None and library.swap(ctypes.addressof(self.lent), 0, CALLED_OUT) == LENT_TO:
                 return
         self._is_deaf = True
         self._shutdown(socket.SHUT_RD)
-
-    def may_lend(self) -> bool:
-        """By the owner, before it lends memory to this socket: nobody has asked it to come to an end."""
-        return self.lent.take(LENT_TO) == LENT_TO
 
     def await_return(self, within_s: float) -> None:
         """Until the peer, having taken all that was lent, hangs up; or this is cut; but no longer than that."""
@@ -486,12 +391,12 @@ class Wire:
 
     def send(self, buffers: Iterable[bytes | memoryview]) -> None:
         """Send all of it. Goes on as long as bytes move."""
-        pending = list(filter(len, map(views.flat, buffers)))
+        pending = list(filter(len, map(flat, buffers)))
         first = 0
         try:
             while first < len(pending):
-                sent = self.sock.sendmsg(views.one_call(pending, first))
-                first = views.advance(pending, first, sent)
+                sent = self.sock.sendmsg(one_call(pending, first))
+                first = advance(pending, first, sent)
         except BlockingIOError as error:
             raise Silent("the peer takes no byte") from error
         except OSError as error:
@@ -499,87 +404,18 @@ class Wire:
 
     def receive_into(self, buffers: Sequence[memoryview], deadline: float | None = None) -> None:
         """Fill all of it, straight into the given memory. Goes on as long as bytes come, or until the deadline."""
-        if len(buffers) == 1 and deadline is None:
-            self._receive_one(views.flat(buffers[0]))
-            return
-        pending = list(filter(len, map(views.flat, buffers)))
+        pending = list(filter(len, map(flat, buffers)))
         first = 0
         try:
             while first < len(pending):
                 if deadline is not None and time.monotonic() > deadline:
                     raise Silent("the peer takes too long over its words")
-                call = views.one_call(pending, first)
+                call = one_call(pending, first)
                 got = self.sock.recv_into(call[0]) if len(call) == 1 else self.sock.recvmsg_into(call)[0]
                 if got == 0:
                     raise Vanished("the peer closed the connection")
                 self.heard_bytes += got
-                first = views.advance(pending, first, got)
-        except BlockingIOError as error:
-            raise Silent("the peer sends no byte") from error
-        except OSError as error:
-            raise lost(error) from error
-
-    def send_located(self, addresses: Addresses, start: int, stop: int) -> None:
-        """Send bytes [start, stop) from where they lie. Goes on as long as bytes move."""
-        self._move(views.send, addresses, start, stop, IOV_MAX, "the peer takes no byte")
-
-    def send_lent(self, pipe: Pipe, addresses: Addresses, start: int, stop: int) -> bool:
-        """The same without a copy: the memory itself is lent. What cannot be is copied after all, and then False."""
-        is_lent = True
-
-        def send(descriptor: int, vectors: "array[int]") -> int:
-            nonlocal is_lent
-            if is_lent:
-                try:
-                    return pipe.send(descriptor, vectors)
-                except Unlendable:
-                    is_lent = False
-            return views.send(descriptor, vectors)
-
-        self._move(send, addresses, start, stop, IOV_MAX, "the peer takes no byte")
-        return is_lent
-
-    def receive_located(self, addresses: Addresses, start: int, stop: int) -> None:
-        """Fill bytes [start, stop) where they belong. Goes on as long as bytes come."""
-        self._move(views.receive, addresses, start, stop, IOV_MAX // 4, "the peer sends no byte", self._hear)
-
-    def _hear(self, size_bytes: int) -> None:
-        self.heard_bytes += size_bytes
-
-    def _move(
-        self,
-        move: Callable[[int, "array[int]"], int],
-        addresses: Addresses,
-        start: int,
-        stop: int,
-        most: int,
-        silence: str,
-        count: Callable[[int], None] | None = None,
-    ) -> None:
-        descriptor = self.sock.fileno()  # its owner, who closes it, is who calls
-        try:
-            while start < stop:
-                moved = move(descriptor, addresses.part(start, stop, most))
-                if moved == 0:
-                    raise Vanished("the peer closed the connection")
-                start += moved
-                if count is not None:
-                    count(moved)
-        except BlockingIOError as error:
-            raise Silent(silence) from error
-        except OSError as error:
-            raise lost(error) from error
-
-    def _receive_one(self, view: memoryview) -> None:
-        """As most chunks come: thousands of calls for a GiB, so nothing else is in the loop."""
-        receive, at, end = self.sock.recv_into, 0, len(view)
-        try:
-            while at < end:
-                got = receive(view[at:])
-                if got == 0:
-                    raise Vanished("the peer closed the connection")
-                at += got
-                self.heard_bytes += got
+                first = advance(pending, first, got)
         except BlockingIOError as error:
             raise Silent("the peer sends no byte") from error
         except OSError as error:
@@ -614,7 +450,7 @@ class Wire:
 
     def send_frame(self, kind: int, number: int = 0, payload: Sequence[bytes | memoryview] = ()) -> None:
         """A header and its payload in one go; the payload is not copied."""
-        self.send([HEADER.pack(kind, sum(views.size_of(part) for part in payload), number), *payload])
+        self.send([HEADER.pack(kind, sum(size_of(part) for part in payload), number), *payload])
 
     def send_header(self, kind: int, number: int, length: int) -> None:
         """Of a frame whose payload follows at once."""
@@ -676,3 +512,14 @@ class Wire:
             return decoded(_refusals, body)
         except Undecodable as error:
             raise Garbled(f"malformed last word: {error}") from error
+
+
+def as_ranges(chunks: Sequence[int]) -> list[tuple[int, int]]:
+    """The same chunks in the same order as [start, stop) ranges."""
+    ranges: list[tuple[int, int]] = []
+    for chunk in chunks:
+        if ranges and ranges[-1][1] == chunk:
+            ranges[-1] = (ranges[-1][0], chunk + 1)
+        else:
+            ranges.append((chunk, chunk + 1))
+    return ranges

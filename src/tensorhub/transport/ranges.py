@@ -1,12 +1,12 @@
-"""Rows of a stream, and the batches in which a reader of another layout asks for them."""
+"""Where the bytes of a stream lie: views, address tables, rows, and the batches of rows that a reader asks for."""
 
 import ctypes
 import sys
 import threading
 from array import array
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -15,7 +15,194 @@ from typing import Protocol, runtime_checkable
 from ..protocol.errors import TensorHubError
 from .base import ByteStream, Terms
 from .native import load, shapes
-from .views import Addresses, bare_addresses, gather, is_bare, scatter
+
+# --- Memory as views: made flat, handed to the kernel, advanced by what it moved.
+
+
+MAX_VIEWS = 1024  # IOV_MAX of Linux, for one call of the kernel
+IOV_MAX = MAX_VIEWS
+CALL_BYTES = 1 << 20
+Range = tuple[int, int]  # offset or address, and length in bytes
+
+
+def flat(buffer: bytes | memoryview) -> memoryview:
+    """The same memory as bytes in one dimension."""
+    view = buffer if isinstance(buffer, memoryview) else memoryview(buffer)
+    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+
+
+def one_call(pending: list[memoryview], first: int) -> list[memoryview]:
+    """As many as one call takes, but no more than it is likely to move: each costs 50 ns to hand over."""
+    most = min(MAX_VIEWS, max(64, CALL_BYTES // (len(pending[first]) or 1)))
+    return pending[first : first + most]
+
+
+def size_of(buffer: bytes | memoryview) -> int:
+    """In bytes."""
+    return buffer.nbytes if isinstance(buffer, memoryview) else len(buffer)
+
+
+def advance(pending: list[memoryview], first: int, moved: int) -> int:
+    """Where to go on after `moved` bytes: the index of the first view with something left, cut to what is left."""
+    while moved > 0:
+        size = len(pending[first])
+        if moved < size:
+            pending[first] = pending[first][moved:]
+            return first
+        moved -= size
+        first += 1
+    return first
+
+
+# --- Tables of addresses, made once for each stream and cut often: a model may have ten thousand small tensors.
+
+
+class Addresses:
+    """A stream's memory: (address, length) of each piece in stream order, neighbours joined."""
+
+    def __init__(self, pairs: "array[int]", first: int = 0) -> None:
+        """`pairs` is address, length, address, length, …; `first` the place in the stream of the first of its bytes."""
+        self.pairs = pairs
+        self.starts: array[int] = array("Q", accumulate(pairs[1::2], initial=first))
+        self.stop: int = self.starts.pop()
+
+    @classmethod
+    def of_ranges(cls, ranges: Iterable[Range], first: int = 0) -> "Addresses":
+        """Of (address, length) in stream order."""
+        pairs, end = array("Q"), -1
+        for address, length in ranges:
+            if address == end:
+                pairs[-1] += length
+            elif length:
+                pairs.extend((address, length))
+            end = address + length if length else end
+        return cls(pairs, first)
+
+    @classmethod
+    def of_views(cls, views: Sequence[memoryview], first: int) -> "Addresses":
+        """Of writable memory of this process; the views must outlive the use."""
+        found = ((ctypes.addressof(ctypes.c_char.from_buffer(view)), view.nbytes) for view in views if view.nbytes)
+        return cls.of_ranges(found, first)
+
+    @property
+    def count(self) -> int:
+        """How many pieces."""
+        return len(self.starts)
+
+    def encode(self) -> bytes:
+        """For another process of this machine."""
+        return self.pairs.tobytes()
+
+    @classmethod
+    def decode(cls, data: memoryview) -> "Addresses":
+        """The table that `encode` gave. Raises `ValueError`."""
+        pairs = array("Q")
+        if len(data) % (2 * pairs.itemsize):
+            raise ValueError(f"addresses with their lengths in {len(data)} B")
+        pairs.frombytes(data)
+        if 0 in pairs[1::2]:
+            raise ValueError("an address without a length")
+        try:
+            return cls(pairs)
+        except OverflowError as error:
+            raise ValueError("more bytes than there are addresses") from error
+
+    def whole(self, start: int, stop: int) -> int:
+        """The address of bytes [start, stop) of the stream if they lie in one piece, or 0."""
+        first = bisect_right(self.starts, start) - 1
+        end = self.starts[first + 1] if first + 1 < len(self.starts) else self.stop
+        return self.pairs[2 * first] + start - self.starts[first] if stop <= end else 0
+
+    def part(self, start: int, stop: int, most: int = IOV_MAX) -> "array[int]":
+        """Bytes [start, stop) of the stream as iovecs (address, length, address, …), at most so many of them."""
+        first = bisect_right(self.starts, start) - 1
+        last = max(first + 1, min(bisect_left(self.starts, stop), first + most))
+        part = self.pairs[2 * first : 2 * last]
+        end = self.starts[last - 1] + part[-1]
+        if end > stop:
+            part[-1] -= end - stop
+        before = start - self.starts[first]
+        part[0] += before
+        part[1] -= before
+        return part
+
+
+@runtime_checkable
+class Located(Protocol):
+    """A stream whose bytes have addresses in this process."""
+
+    def ranges(self, start: int, stop: int) -> list[Range]:
+        """Bytes [start, stop) as (address, length), in order."""
+        ...
+
+    def addresses(self) -> Addresses:
+        """All of it. Made once for each stream: ten thousand pieces take milliseconds."""
+        ...
+
+
+@runtime_checkable
+class Bare(Protocol):
+    """A located stream whose blocks do nothing: its bytes may be read and written without entering one."""
+
+    is_bare: bool
+
+
+def is_bare(stream: ByteStream) -> bool:
+    """Its blocks do nothing but show memory."""
+    return isinstance(stream, Bare) and stream.is_bare
+
+
+def bare_addresses(stream: ByteStream) -> Addresses | None:
+    """Where its bytes lie, if they may be moved without entering its blocks."""
+    return stream.addresses() if is_bare(stream) and isinstance(stream, Located) else None
+
+
+# --- Parts of a stream, copied by way of memory of our own: one block at a time.
+#
+# A thread that held a block for each part would wait for room that it holds itself. And what is written is written part
+# by part: a block over several would write what lies between them too.
+
+
+SPAN_BYTES = 1 << 20  # parts within that many bytes are read in one block
+
+
+def gather(stream: ByteStream, ranges: Sequence[Range]) -> memoryview:
+    """The bytes of the ranges, one after another."""
+    data, at = memoryview(bytearray(sum(length for _, length in ranges))), 0
+    for start, stop, inside in _spans(ranges):
+        with stream.reading(start, stop) as views:
+            block = views[0] if len(views) == 1 else memoryview(b"".join(views))
+            for place, length in inside:
+                data[at : at + length] = block[place - start : place - start + length]
+                at += length
+    return data
+
+
+def scatter(stream: ByteStream, ranges: Sequence[Range], data: memoryview) -> None:
+    """Write the bytes to the ranges, in their order, and nothing beside them."""
+    at = 0
+    for place, length in ranges:
+        with stream.writing(place, place + length) as views:
+            for view in views:
+                view[:] = data[at : at + len(view)]
+                at += len(view)
+
+
+def _spans(ranges: Sequence[Range]) -> Iterator[tuple[int, int, list[Range]]]:
+    """(first byte, the one behind the last, the ranges inside), of ranges that follow each other closely."""
+    start = stop = 0
+    inside: list[Range] = []
+    for place, length in ranges:
+        if inside and (place < stop or place + length - start > SPAN_BYTES):
+            yield start, stop, inside
+            inside = []
+        if not inside:
+            start = place
+        stop = place + length
+        inside.append((place, length))
+    if inside:
+        yield start, stop, inside
+
 
 # --- Rows: parts of a stream as flat numbers, and the stream that they make, one after another.
 #
@@ -36,8 +223,6 @@ PLACE, RUN, COUNT, STRIDE, COUNTS, STRIDES = range(6)
 ROW_WORDS = 6
 ROW_BYTES = 8 * ROW_WORDS
 MAX_BATCH_BYTES = shapes.MAX_BATCH_BYTES
-
-Block = Callable[[int, int], AbstractContextManager[Sequence[memoryview]]]
 
 
 class BadRow(ValueError):
@@ -90,28 +275,26 @@ class Rows:
             needs[2 * at], needs[2 * at + 1] = row[PLACE] // chunk_bytes, (row[PLACE] + reach - 1) // chunk_bytes
         return cls(words, starts, needs)
 
-    def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int, int]]:
-        """Bytes [start, stop) of the stream that they make, as series of runs: place, run, count, stride, skipped.
-
-        Of the bytes of such a series the first `skipped` come before `start`.
-        """
+    def ranges(self, start: int, stop: int) -> list[Range]:
+        """Bytes [start, stop) of the stream that they make, as ranges of the stream they are of, neighbours joined."""
+        found: list[Range] = []
         row = bisect_right(self.starts, start) - 1
         while start < stop:
-            place, run, count, stride, _, strides = self.words[ROW_WORDS * row : ROW_WORDS * (row + 1)]
-            series = run * count
-            outer, skipped = divmod(start - self.starts[row], series)
-            taken = min(series - skipped, stop - start)
-            yield place + outer * strides, run, count, stride, skipped
-            start += taken
-            if start >= self.starts[row] + series * self.words[ROW_WORDS * row + COUNTS]:
-                row += 1
-
-    def series(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int, int, int]]:
-        """Inner loops: place, run, count, stride; and which of their bytes are meant, [first, last)."""
-        for place, run, count, stride, skipped in self.runs(start, stop):
-            last = min(run * count, skipped + stop - start)
-            yield place, run, count, stride, skipped, last
-            start += last - skipped
+            place, run, count, stride, counts, strides = self.words[ROW_WORDS * row : ROW_WORDS * (row + 1)]
+            outer, first = divmod(start - self.starts[row], run * count)
+            last = min(run * count, first + stop - start)
+            start += last - first
+            while first < last:
+                each, inside = divmod(first, run)
+                length = min(run - inside, last - first)
+                at = place + outer * strides + each * stride + inside
+                if found and sum(found[-1]) == at:
+                    found[-1] = (found[-1][0], found[-1][1] + length)
+                else:
+                    found.append((at, length))
+                first += length
+            row += start >= self.starts[row] + run * count * counts
+        return found
 
     def run_bytes(self, first: int, last: int) -> float:
         """How long the runs of rows [first, last) are on an average."""
@@ -135,12 +318,11 @@ def _why(at: int, row: Sequence[int], size_bytes: int) -> BadRow:
 
 
 class RowStream:
-    """The stream that rows of another stream make."""
+    """The stream that rows of another stream make. Each block copies, run by run: nothing between them is touched."""
 
     def __init__(self, stream: ByteStream, rows: Rows) -> None:
         self.rows = rows
         self._stream = stream
-        self._is_bare = is_bare(stream)
 
     @property
     def size_bytes(self) -> int:
@@ -148,71 +330,13 @@ class RowStream:
 
     @contextmanager
     def reading(self, start: int, stop: int) -> Iterator[Sequence[memoryview]]:
-        if not self._is_bare:
-            yield [gather(self._stream, self.ranges_of(self.rows, start, stop))]
-            return
-        with ExitStack() as stack:
-            yield self._views(stack, self._stream.reading, start, stop)
+        yield [gather(self._stream, self.rows.ranges(start, stop))]
 
     @contextmanager
     def writing(self, start: int, stop: int) -> Iterator[Sequence[memoryview]]:
-        if not self._is_bare:
-            data = memoryview(bytearray(stop - start))
-            yield [data]
-            scatter(self._stream, self.ranges_of(self.rows, start, stop), data)
-            return
-        with ExitStack() as stack:
-            yield self._views(stack, self._stream.writing, start, stop)
-
-    def _views(self, stack: ExitStack, block: Block, start: int, stop: int) -> list[memoryview]:
-        """Run by run, so that nothing between them is touched. Blocks do nothing here but show memory."""
-        found: list[memoryview] = []
-        for place, run, _, stride, first, last in self.rows.series(start, stop):
-            begin, end = first // run, -(-last // run)  # runs that have bytes of it
-            near = stack.enter_context(block(place + begin * stride, place + (end - 1) * stride + run))
-            if len(near) == 1:
-                views = [near[0][at * stride : at * stride + run] for at in range(end - begin)]
-            else:
-                views = []
-                for each in range(begin, end):
-                    views += stack.enter_context(block(place + each * stride, place + each * stride + run))
-            found += _cut(views, first - begin * run, last - begin * run, (end - begin) * run)
-        return found
-
-    @staticmethod
-    def ranges_of(rows: Rows, start: int, stop: int) -> list[tuple[int, int]]:
-        """The same as (place, length) in the stream that the rows are of, neighbours joined."""
-        found: list[tuple[int, int]] = []
-        for place, run, _, stride, first, last in rows.series(start, stop):
-            while first < last:
-                each, inside = divmod(first, run)
-                length = min(run - inside, last - first)
-                at = place + each * stride + inside
-                if found and sum(found[-1]) == at:
-                    found[-1] = (found[-1][0], found[-1][1] + length)
-                else:
-                    found.append((at, length))
-                first += length
-        return found
-
-
-def _cut(views: list[memoryview], first: int, last: int, size_bytes: int) -> list[memoryview]:
-    """Without what comes before `first` and from `last` on."""
-    found = list(views)
-    while first > 0 and found:
-        taken = min(first, found[0].nbytes)
-        found[0] = found[0][taken:]
-        first -= taken
-        if not found[0].nbytes:
-            del found[0]
-    beyond = size_bytes - last
-    while beyond > 0 and found:
-        taken = min(beyond, found[-1].nbytes)
-        found[-1] = found[-1][: found[-1].nbytes - taken]
-        beyond -= taken
-        if not found[-1].nbytes:
-            del found[-1]
-    return found
+        data = memoryview(bytearray(stop - start))
+        yield [data]
+        scatter(self._stream, self.rows.ranges(start, stop), data)
 
 
 class Placed:
