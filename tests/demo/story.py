@@ -1,6 +1,8 @@
-"""An invented run of the demo, written down as its processes would have done."""
+"""Invented runs of the demo, plain and with vLLM, written down as their processes would have done."""
 
 from collections.abc import Sequence
+
+import msgspec
 
 from bench.demo.events import (
     SERVER,
@@ -10,10 +12,13 @@ from bench.demo.events import (
     Fault,
     Generated,
     Kept,
+    Made,
     Published,
+    Refilled,
     Trained,
     Updated,
 )
+from bench.demo.summary import Likelihoods
 
 MIB = 1 << 20
 STEPS = 20
@@ -82,3 +87,44 @@ def good_run() -> list[AnyEvent]:
 def in_order(events: Sequence[AnyEvent]) -> list[AnyEvent]:
     """By time, as the reader gives them."""
     return sorted(events, key=lambda event: event.time)
+
+
+REFILLED = 12  # the version: with vLLM the trainer is killed at 12.6, between two versions, and refilled from rollouts
+LIKELY = Likelihoods(batches=40, versions=21, most_off=2e-6, next_off=2e-3, wrong=[])
+
+
+def good_engine_run() -> list[AnyEvent]:
+    """Each version is hashed before it is published, and nothing is published while the trainer is away."""
+    run = good_run()
+    run += [
+        Made(time=event.time - 0.05, process=TRAINER, version=event.version, sha256=event.sha256)
+        for event in run
+        if isinstance(event, Published)
+    ]
+    source = {"rollout-0": POLICY_BYTES // 2}
+    run += [
+        Fault(time=12.6, process=TRAINER, what="killed", version=12),
+        Fault(time=12.61, process=TRAINER, what="restarted", version=12),
+        Refilled(time=12.9, process=TRAINER, version=REFILLED, sha256=sha(REFILLED), bytes_by_source=source),
+    ]
+    return in_order(run)
+
+
+def without_updates(run: Sequence[AnyEvent]) -> list[AnyEvent]:
+    """The same, when every rollout keeps its first version, and a trainer can only go on from one of those."""
+
+    def kept(event: AnyEvent) -> AnyEvent | None:
+        version = {"rollout-2": 4}.get(event.process, 0)
+        match event:
+            case Updated(is_first=False):
+                return None
+            case Generated() | Updated():
+                return msgspec.structs.replace(event, version=version, sha256=sha(version))
+            case Refilled():
+                return msgspec.structs.replace(event, version=4, sha256=sha(4))
+            case Trained():
+                return msgspec.structs.replace(event, reward=0.01)
+            case _:
+                return event
+
+    return [event for event in map(kept, run) if event is not None]

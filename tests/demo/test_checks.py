@@ -1,34 +1,65 @@
-"""Each check holds for a good run, and fails when the one thing it looks for is missing."""
+"""Checks and report of the demo: each check holds for a good run, and fails when what it looks for is missing."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
 import pytest
 
-from bench.demo.checks import USUAL_STEPS, Check, judge
-from bench.demo.events import SERVER, TRAINER, AnyEvent, Fault, Generated, Published, Trained, Updated
-from bench.demo.orchestrate import usual
-from bench.demo.summary import Summary, summarise
+from bench.demo.checks import judge
+from bench.demo.events import (
+    SERVER,
+    TRAINER,
+    AnyEvent,
+    Fault,
+    Generated,
+    Made,
+    Published,
+    Refilled,
+    Trained,
+    Updated,
+)
+from bench.demo.report import Report, html, write_report
+from bench.demo.summary import Likelihoods, Summary, summarise
 
-from .story import POLICY_BYTES, STEPS, generated, good_run, in_order
+from .story import (
+    COMPUTED_S,
+    LIKELY,
+    POLICY_BYTES,
+    REFILLED,
+    STEPS,
+    generated,
+    good_engine_run,
+    good_run,
+    in_order,
+    sha,
+    without_updates,
+)
 
-Change = Callable[[AnyEvent], AnyEvent | None]
+replace = msgspec.structs.replace
 
 
-def summary_of(events: list[AnyEvent], *, updates: bool = True) -> Summary:
-    return summarise(in_order(events), steps=STEPS, seed=0, updates=updates, seconds=12.0)
+def summary_of(
+    events: Sequence[AnyEvent], *, updates: bool = True, engine: str = "", likelihoods: Likelihoods | None = None
+) -> Summary:
+    told = {"steps": STEPS, "seed": 3, "seconds": 12.0, "updates": updates}
+    return summarise(in_order(events), **told, engine=engine, likelihoods=likelihoods)
 
 
-def changed(change: Change) -> list[AnyEvent]:
-    return [event for event in map(change, good_run()) if event is not None]
+def failing(events: Sequence[AnyEvent], *, engine: str = "", updates: bool = True) -> list[str]:
+    likely = LIKELY if engine else None
+    found = judge(summary_of(events, updates=updates, engine=engine, likelihoods=likely))
+    assert len(found) == (9 if engine else 7)
+    return [check.sentence for check in found if not check.holds]
 
 
-def failing(checks: list[Check]) -> list[str]:
-    return [check.sentence for check in checks if not check.holds]
-
-
-def test_a_good_run_passes() -> None:
-    assert failing(judge(summary_of(good_run()))) == []
+def test_good_runs_pass_and_empty_ones_fail_every_check() -> None:
+    for engine, run in (("", good_run()), ("vllm", good_engine_run())):
+        assert failing(run, engine=engine) == []
+        assert failing(without_updates(run), engine=engine, updates=False) == []
+    assert len(failing([])) == 7
+    assert len([check for check in judge(summary_of([], engine="vllm")) if not check.holds]) == 9
 
 
 def test_the_facts_of_a_good_run() -> None:
@@ -39,123 +70,101 @@ def test_the_facts_of_a_good_run() -> None:
     assert rollouts["rollout-2"].first_bytes_by_source == {"rollout-0": POLICY_BYTES}
     assert (rollouts["rollout-2"].kept, rollouts["rollout-2"].stall.most_s) == (1, 5.0)
     assert rollouts["rollout-2"].stall.updates == 2, "the first fill is no stall: there was nothing to compute with"
-    assert (summary.reward_start, summary.reward_end) == (0.0, 1.0)
-    assert summary.last_version == STEPS
-    copies = {"rollout-0": STEPS + 1, "rollout-1": 3, "rollout-2": 1}
-    assert summary.trainer_copies == sum(copies.values()) / (STEPS + 1), "of 21 versions that were fetched at all"
+    assert (summary.reward_start, summary.reward_end, summary.last_version) == (0.0, 1.0, STEPS)
+    assert summary.trainer_copies == (STEPS + 5) / (STEPS + 1), "of 21 versions that were fetched at all"
+    time = summary.training_time
+    assert time is not None
+    assert time.computed_s == pytest.approx(STEPS * COMPUTED_S)
+    assert time.ratio == pytest.approx(STEPS * COMPUTED_S / 12.0)
+    older = [replace(e, version=REFILLED - 2) if isinstance(e, Refilled) else e for e in good_engine_run()]
+    time = summary_of(older).training_time
+    assert time is not None
+    assert time.lost_s == pytest.approx(2 * COMPUTED_S), "what died with a trainer was not effective"
 
 
-def no_learning(event: AnyEvent) -> AnyEvent:
-    return msgspec.structs.replace(event, reward=0.0) if isinstance(event, Trained) else event
+def edit(kind: type, change: "Callable[[AnyEvent], AnyEvent] | None" = None, **where: object) -> object:
+    """Change, or leave out, the events of that kind whose fields are so."""
+
+    def one(event: AnyEvent) -> AnyEvent | None:
+        if not isinstance(event, kind) or any(getattr(event, name) != value for name, value in where.items()):
+            return event
+        return change(event) if change is not None else None
+
+    return one
 
 
-def learned_before(event: AnyEvent) -> AnyEvent:
-    return msgspec.structs.replace(event, reward=0.9) if isinstance(event, Trained) else event
+def other(**fields: object) -> Callable[[AnyEvent], AnyEvent]:
+    return lambda event: replace(event, **fields)
 
 
-def test_too_few_steps_are_said_to_be_why_it_has_not_learned() -> None:
-    summary = summary_of(changed(no_learning))
-    assert STEPS < USUAL_STEPS == usual("").steps
-    assert judge(summary)[0].detail.endswith(f": {STEPS} steps are too few for that, {USUAL_STEPS} are enough")
-    assert "too few" not in judge(msgspec.structs.replace(summary, steps=USUAL_STEPS))[0].detail
-
-
-def other_weights(event: AnyEvent) -> AnyEvent:
-    is_one = isinstance(event, Updated) and event.process == "rollout-0" and event.version == 3
-    return msgspec.structs.replace(event, sha256="f" * 64) if is_one else event
-
-
-def changed_while_running(event: AnyEvent) -> AnyEvent:
-    is_one = isinstance(event, Generated) and event.process == "rollout-0" and event.version == 3
-    return msgspec.structs.replace(event, sha256="f" * 64) if is_one else event
-
-
-def never_published(event: AnyEvent) -> AnyEvent | None:
-    return None if isinstance(event, Published) and event.version == 3 else event
-
-
-def not_hashed_first(event: AnyEvent) -> AnyEvent | None:
-    return None if isinstance(event, Updated) and event.process == "rollout-0" and event.version == 3 else event
-
-
-def nobody_killed(event: AnyEvent) -> AnyEvent | None:
-    return None if isinstance(event, Fault) and event.process == "rollout-1" else event
-
-
-def nobody_late(event: AnyEvent) -> AnyEvent | None:
-    return None if isinstance(event, Fault) and event.what == "started late" else event
-
-
-def late_from_trainer(event: AnyEvent) -> AnyEvent:
-    is_one = isinstance(event, Updated) and event.process == "rollout-2" and event.is_first
-    return msgspec.structs.replace(event, bytes_by_source={"rollout-0": POLICY_BYTES, TRAINER: 1}) if is_one else event
-
-
-def late_from_nowhere(event: AnyEvent) -> AnyEvent:
-    is_one = isinstance(event, Updated) and event.process == "rollout-2" and event.is_first
-    return msgspec.structs.replace(event, bytes_by_source={}) if is_one else event
-
-
-def server_stayed_away(event: AnyEvent) -> AnyEvent | None:
-    return None if isinstance(event, Fault) and event.what == "restarted" else event
-
-
-def nothing_after_restart(event: AnyEvent) -> AnyEvent:
-    return msgspec.structs.replace(event, time=21.0) if isinstance(event, Fault) and event.process == SERVER else event
-
-
-def one_left_behind(event: AnyEvent) -> AnyEvent | None:
-    return None if event.process == "rollout-2" and event.time > 20 else event
+FIRST = {"process": "rollout-2", "is_first": True}
+ONE = {"process": "rollout-0", "version": 3}
+WRONG = "f" * 64
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("engine", "change", "words"),
     [
-        (no_learning, "reward rises"),
-        (learned_before, "reward rises"),
-        (other_weights, "bit for bit"),
-        (changed_while_running, "bit for bit"),
-        (changed_while_running, "before it was verified"),
-        (never_published, "bit for bit"),
-        (not_hashed_first, "before it was verified"),
-        (nobody_killed, "was killed"),
-        (nobody_late, "joined late"),
-        (late_from_trainer, "joined late"),
-        (late_from_nowhere, "joined late"),
-        (server_stayed_away, "restarted"),
-        (nothing_after_restart, "restarted"),
-        (one_left_behind, "last version"),
+        ("", edit(Trained, other(reward=0.0)), "reward rises"),
+        ("", edit(Trained, other(reward=0.9)), "reward rises"),
+        ("", edit(Updated, other(sha256=WRONG), **ONE), "bit for bit"),
+        ("", edit(Generated, other(sha256=WRONG), **ONE), "bit for bit"),
+        ("", edit(Generated, other(sha256=WRONG), **ONE), "before it was verified"),
+        ("", edit(Published, version=3), "bit for bit"),
+        ("", edit(Updated, **ONE), "before it was verified"),
+        ("", edit(Fault, process="rollout-1"), "was killed"),
+        ("", edit(Fault, what="started late"), "joined late"),
+        ("", edit(Updated, other(bytes_by_source={"rollout-0": POLICY_BYTES, TRAINER: 1}), **FIRST), "joined late"),
+        ("", edit(Updated, other(bytes_by_source={}), **FIRST), "joined late"),
+        ("", edit(Fault, what="restarted"), "restarted"),
+        ("", edit(Fault, other(time=21.0), process=SERVER), "restarted"),
+        ("", lambda event: None if event.process == "rollout-2" and event.time > 20 else event, "last version"),
+        ("vllm", edit(Generated, other(sha256=WRONG), version=7), "bit for bit"),
+        ("vllm", edit(Published | Made, version=7), "bit for bit"),
+        ("vllm", edit(Refilled), "refilled"),
+        ("vllm", edit(Refilled, other(sha256=sha(REFILLED - 1))), "refilled"),
+        ("vllm", edit(Refilled, other(version=9, sha256=sha(9))), "refilled"),
+        ("vllm", edit(Refilled, other(bytes_by_source={TRAINER: POLICY_BYTES})), "refilled"),
+        ("vllm", edit(Refilled, other(bytes_by_source={})), "refilled"),
+        ("vllm", edit(Refilled, other(time=30.0)), "refilled"),
+        ("vllm", edit(Generated, process="rollout-2"), "joined late"),
     ],
 )
-def test_what_is_missing_is_seen(change: Change, words: str) -> None:
-    assert any(words in sentence for sentence in failing(judge(summary_of(changed(change)))))
+def test_what_is_missing_is_seen(engine: str, change: "Callable[[AnyEvent], AnyEvent | None]", words: str) -> None:
+    run = good_engine_run() if engine else good_run()
+    changed = [event for event in map(change, run) if event is not None]
+    assert any(words in sentence for sentence in failing(changed, engine=engine))
 
 
-def without_updates() -> list[AnyEvent]:
-    def keep_first(event: AnyEvent) -> AnyEvent | None:
-        match event:
-            case Updated(is_first=False):
-                return None
-            case Generated() | Updated():
-                return msgspec.structs.replace(event, version=0, sha256="0" * 64)
-            case Trained():
-                return msgspec.structs.replace(event, reward=0.01)
-            case _:
-                return event
-
-    return changed(keep_first)
+def test_without_updates_the_policy_may_neither_learn_nor_change() -> None:
+    kept = without_updates(good_run())
+    rising = [replace(event, reward=0.5) if isinstance(event, Trained) else event for event in kept]
+    assert any("stays below" in sentence for sentence in failing(rising, updates=False))
+    assert any(
+        "one version only" in sentence for sentence in failing([*kept, generated(20.55, "rollout-0", 3)], updates=False)
+    )
 
 
-def test_a_good_run_without_updates_passes() -> None:
-    assert failing(judge(summary_of(without_updates(), updates=False))) == []
+@pytest.mark.parametrize("change", [{"batches": 0}, {"wrong": ["rollout-0: off by 0.2"]}, {"next_off": 1e-5}])
+def test_likelihoods_that_prove_nothing_are_no_proof(change: dict[str, object]) -> None:
+    found = judge(summary_of(good_engine_run(), engine="vllm", likelihoods=replace(LIKELY, **change)))
+    assert [check.sentence for check in found if not check.holds] == [
+        "vLLM's log-probabilities are those of transformers with the version that each sample names"
+    ]
 
 
-def test_without_updates_nobody_may_learn_or_change() -> None:
-    rising = [msgspec.structs.replace(e, reward=0.5) if isinstance(e, Trained) else e for e in without_updates()]
-    assert any("stays below" in sentence for sentence in failing(judge(summary_of(rising, updates=False))))
-    moved = [*without_updates(), generated(20.55, "rollout-0", 3)]
-    assert any("one version only" in sentence for sentence in failing(judge(summary_of(moved, updates=False))))
-
-
-def test_an_empty_run_fails_every_check_without_breaking() -> None:
-    assert len(failing(judge(summary_of([])))) == 7
+def test_the_report_is_one_page_and_json_that_says_the_same(tmp_path: Path) -> None:
+    summary = summary_of(good_run())
+    page = write_report(tmp_path, summary, judge(summary), good_run()).read_text(encoding="utf-8")
+    assert not re.findall(r'(?:src|href)="(?!data:)', page), "it needs nothing else"
+    assert page.count('class="yes"') == 7
+    assert 'class="no"' not in page
+    for words in ("was killed", "joined late", "none from the trainer", "seed 3", "(ETTR): 25%. Of 12.0 s the trainer"):
+        assert words in page
+    report = msgspec.json.decode((tmp_path / "report.json").read_bytes(), type=Report)
+    assert report.ok
+    assert (report.summary, report.events) == (summary, good_run())
+    assert write_report(tmp_path, summary_of([]), judge(summary_of([])), []).exists()
+    with_engine = summary_of(good_engine_run(), engine="vllm", likelihoods=LIKELY)
+    for words in ("engines of vLLM", "FSDP2", "2.0 MiB from rollout-0", "off by 2.0e-06 nats"):
+        assert words in html(with_engine, judge(with_engine), {})

@@ -4,16 +4,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from bench.demo import orchestrate
-from bench.demo.director import RESTART_AT
 from bench.demo.orchestrate import Options, run_demo
-from bench.demo.processes import Processes, ProcessFailed
 from bench.demo.report import Report
 from tensorhub.protocol.errors import UsageError
 
@@ -27,10 +23,19 @@ from bench.demo.orchestrate import Options, run_demo
 sys.exit(run_demo(Options(out=Path(sys.argv[1]))))
 """
 
+WITHOUT_VLLM = """
+import importlib.util, sys
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "vllm" else find("json")
+from bench.demo.__main__ import app
+sys.argv = ["demo", "--engine", sys.argv[1]]
+app()
+"""
+
 
 @pytest.mark.processes
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("updates", [True, False])
+@pytest.mark.parametrize("updates", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_whatever_breaks_the_run_ends_and_proves_itself(tmp_path: Path, updates: bool) -> None:
     status = run_demo(Options(steps=STEPS, updates=updates, out=tmp_path))
     report = msgspec.json.decode((tmp_path / "report.json").read_bytes(), type=Report)
@@ -45,24 +50,7 @@ def test_whatever_breaks_the_run_ends_and_proves_itself(tmp_path: Path, updates:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(600)
-def test_the_training_waits_for_a_late_rollout_that_is_slow_to_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It starts once the version before the held step exists, which without the wait is soon the last one."""
-    held = f'"version":{int(RESTART_AT * STEPS)},'
-    wait = f'until grep -q \'"published".*{held}\' {tmp_path}/events/trainer.jsonl; do sleep 0.1; done; exec "$@"'
-    start = Processes.start
-
-    def start_slowly(self: Processes, name: str, command: Sequence[str]) -> None:
-        start(self, name, ["sh", "-c", wait, "sh", *command] if name == "rollout-3" else command)
-
-    monkeypatch.setattr(Processes, "start", start_slowly)
-    assert run_demo(Options(steps=STEPS, updates=False, out=tmp_path)) == 0
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL])
 def test_ended_by_others_it_leaves_nobody_behind(tmp_path: Path, number: signal.Signals) -> None:
     demo = subprocess.Popen([sys.executable, "-c", RUN, str(tmp_path)], stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + DEADLINE_S
@@ -79,23 +67,25 @@ def test_ended_by_others_it_leaves_nobody_behind(tmp_path: Path, number: signal.
         time.sleep(0.05)
 
 
-def test_the_last_words_of_who_failed_are_told_as_they_were(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = "trainer ended with status 1\n[rank0]: ValueError: [/] and " + 40 * "long "
-
-    def fail(*_: object) -> float:
-        raise ProcessFailed(words)
-
-    monkeypatch.setattr(orchestrate, "_run", fail)
-    assert run_demo(Options(out=tmp_path)) == 1
-    assert words in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("options", [Options(steps=3), Options(rollouts=1)])
 def test_what_cannot_show_anything_is_refused(options: Options) -> None:
     with pytest.raises(UsageError, match="at least 20 steps"):
         run_demo(options)
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [("vllm", ["the demo needs vllm", "make demo-vllm"]), ("sglang", ["no demo with the engine 'sglang'"])],
+)
+def test_an_engine_that_is_not_there_is_named_with_the_remedy(engine: str, words: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_VLLM, engine], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode != 0
+    said = (done.stdout + done.stderr).strip()
+    assert "Traceback" not in said
+    for each in words:
+        assert each in said, said
 
 
 def children_of(parent: int) -> list[int]:

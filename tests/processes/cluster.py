@@ -89,8 +89,6 @@ class Cluster:
         self._processes.append(process)
         return process
 
-    # --- processes ----------------------------------------------------------------------------------------------------
-
     def restart_server(self):
         """Another life of the server at the same address, which remembers nothing."""
         port = int(self.address.rpartition(":")[2])
@@ -131,8 +129,6 @@ class Cluster:
         for pending in taken:
             pending.result()
 
-    # --- weights ------------------------------------------------------------------------------------------------------
-
     @property
     def size_bytes(self):
         """Of the whole model."""
@@ -163,39 +159,36 @@ class Cluster:
         """Whether this worker's bytes are that version's, all of them."""
         return self.contents.are(worker.memory, version, shard)
 
-    # --- what the server says -----------------------------------------------------------------------------------------
-
     def view(self):
         return tensorhub.connect(self.address, timeout=10)
 
     def states(self, name):
         """The states of a replica's workers as the server knows them, by shard."""
-        found = {replica.name: replica for replica in self.view().replicas("policy")}
-        return {worker.shard: worker.state for worker in found[name].workers} if name in found else {}
+        return {worker.shard: worker.state for worker in self.workers(name)}
+
+    def versions(self):
+        """What the server says of each version, by number."""
+        return {found.version: found for found in self.view().versions("policy")}
+
+    def workers(self, name):
+        """What the server says of a replica's workers."""
+        return [worker for each in self.view().replicas("policy") if each.name == name for worker in each.workers]
 
     def sessions(self):
         """Everybody's session, by worker."""
         replicas = self.view().replicas("policy")
         return {(replica.name, each.shard): each.session for replica in replicas for each in replica.workers}
 
-    def is_known(self, name):
-        """Whether the server believes that this worker lives."""
-        replica, _, shard = name.partition("/")
-        return int(shard) in self.states(replica)
-
     def is_silent(self, name):
         """Whether this worker, or its host, has said nothing for a while, though its line is open."""
         name, _, shard = name.partition("/")
-        replicas = [replica for replica in self.view().replicas("policy") if replica.name == name]
-        workers = [worker for replica in replicas for worker in replica.workers if worker.shard == int(shard)]
+        workers = [worker for worker in self.workers(name) if worker.shard == int(shard)]
         return all(worker.connected and worker.lease_left_s < 0.6 * self.lease_s for worker in workers)
 
     def sources(self, target):
         """From whom a replica reads now, by shard."""
         reads = [t for t in self.view().transfers() if t.target == target and not t.is_void]
         return {read.shard: read.source for read in reads}
-
-    # --- the end ------------------------------------------------------------------------------------------------------
 
     def close(self):
         """Everybody leaves in order, nobody is left, nobody has contradicted itself."""

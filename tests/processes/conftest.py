@@ -1,6 +1,8 @@
-"""A cluster of real processes for each test, and one line of figures for each scenario at the end."""
+"""A cluster of real processes for each test, or a server for a program of its own."""
 
 import pytest
+
+import tensorhub
 
 from .cluster import Cluster
 from .process import WorkerPool
@@ -34,15 +36,10 @@ def start(request, tmp_path, pool):
 
 
 @pytest.fixture
-def figures(record_property):
-    """`figures("line", name=value)` keeps the figures of a scenario and prints its line at the end of the run."""
-
-    def keep(line, **values):
-        for name, value in values.items():
-            record_property(name, value)
-        record_property("line", line)  # printed by the root's conftest
-
-    return keep
+def server():
+    """A reference server in this process, for programs of `script.run`."""
+    with tensorhub.serve(lease_s=2, report_s=0.2) as running:
+        yield running
 
 
 @pytest.hookimpl(wrapper=True)

@@ -14,7 +14,7 @@ import numpy as np
 
 MIB = 1 << 20
 SHARDS = 2
-SHARD_BYTES = 128 * MIB + 4120  # the last chunk is a short one; two shards are more than 256 MiB
+SHARD_BYTES = 64 * MIB + 4120  # the last chunk is a short one
 CHUNK_BYTES = 4 * MIB
 GUARD_BYTES = 64 * 1024
 GUARD = bytes([0xA5]) * GUARD_BYTES

@@ -6,7 +6,7 @@ STREAMS = 2  # of one read: each may have one chunk in flight
 
 
 def held_midway(cluster, replica, *, percent=40, verb="replicate", timeout=60):
-    """Begin to fill a replica and hold it at about that point of every shard. Returns (calls, percent in fact)."""
+    """Begin to fill a replica and hold it at about that point of every shard. Returns the calls."""
     chunks = chunks_of(cluster.shard_bytes)
     for worker in replica:
         worker.hold(after=chunks * percent // 100)
@@ -14,7 +14,7 @@ def held_midway(cluster, replica, *, percent=40, verb="replicate", timeout=60):
     passed = sum(worker.wait_until_held() for worker in replica)
     at = 100 * passed / cluster.chunks
     assert percent - 10 < at < percent + 10
-    return calls, at
+    return calls
 
 
 def release(replica):

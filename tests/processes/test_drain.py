@@ -1,50 +1,26 @@
-"""A holder takes its promise back: readers who die, stop or dawdle do not keep it, and read on elsewhere."""
+"""A holder takes its promise back, changes what it has promised, or runs out of time: no wrong byte is accepted."""
 
+import random
 import time
 
 import pytest
 
 import tensorhub
 
-from .midway import held_midway, read_again, release
-from .process import Died, eventually
+from .midway import held_midway, release
+from .process import LATE_S, eventually
 
 pytestmark = pytest.mark.processes
 
 ROUND_TRIPS_S = 4.0  # a lease that ended must still be noticed and told, by machines under load
 
 
-def draining(cluster, replica):
-    """Begin to unpublish, and wait until the server knows it."""
-    calls = replica.start("unpublish", timeout=30)
-    eventually(lambda: set(cluster.states(replica.name).values()) == {"withdrawing"}, f"{replica.name} withdraws")
-    return calls
-
-
-def test_the_reader_is_killed_while_its_source_drains(start, figures):
-    cluster = start()
-    trainer, reader = cluster.replicas("trainer", "rollout-1")
-    cluster.publish(trainer, 1)
-    reads, at = held_midway(cluster, reader)
-    calls = draining(cluster, trainer)
-    assert not any(call.is_over for call in calls)  # nobody else holds it: the reader is awaited
-    killed = reader.kill()
-    assert [call.result() for call in calls] == [None, None]
-    took_s = max(call.ended for call in calls) - killed
-    found = [call.outcome() for call in reads]
-    assert all(isinstance(each, Died) for each in found), found
-    assert took_s < cluster.lease_s + ROUND_TRIPS_S
-    cluster.publish(trainer, 2)  # and the trainer goes on
-    line = f"reader killed at {at:.0f} % while its source drained: unpublish returned {took_s:.2f} s later"
-    figures(f"{line}, the lease is {cluster.lease_s} s", took_s=took_s, lease_s=cluster.lease_s)
-
-
-def test_a_reader_that_stands_still_cannot_keep_its_source_and_accepts_no_byte_of_the_next_version(start, figures):
+def test_a_reader_that_stands_still_cannot_keep_its_source_and_accepts_no_byte_of_the_next_version(start):
     """SIGSTOP for longer than its lease, while the source's memory becomes another version. Then SIGCONT."""
     cluster = start()
     trainer, reader = cluster.replicas("trainer", "rollout-1")
     cluster.publish(trainer, 1)
-    reads, at = held_midway(cluster, reader)
+    reads = held_midway(cluster, reader)
     for worker in reader:
         worker.stop()
     began = time.monotonic()
@@ -64,15 +40,10 @@ def test_a_reader_that_stands_still_cannot_keep_its_source_and_accepts_no_byte_o
         cluster.judge(reader, 2)
     assert reader.call("replicate", spec="latest") == 2
     cluster.judge(reader, 2)
-    figures(
-        f"reader stopped at {at:.0f} %: unpublish returned after {took_s:.2f} s, the lease is {cluster.lease_s} s; "
-        f"back again, the reader got {found[0]!r:.40} and then version 2",
-        took_s=took_s,
-    )
 
 
 @pytest.mark.parametrize("source", ["trainer", "rollout-1"])
-def test_unpublish_does_not_wait_for_a_slow_reader_when_there_is_another_holder(start, figures, source):
+def test_unpublish_does_not_wait_for_a_slow_reader_when_there_is_another_holder(start, source):
     """The memory is overwritten as soon as unpublish returns: the reader must have left it by then."""
     cluster = start()
     (trainer,) = cluster.replicas("trainer", site="here" if source == "trainer" else "there")
@@ -82,7 +53,7 @@ def test_unpublish_does_not_wait_for_a_slow_reader_when_there_is_another_holder(
     assert holder.call("replicate", spec="latest") == 1
     leaving, staying = (trainer, holder) if source == "trainer" else (holder, trainer)
     for worker in slow:
-        worker.slow_down(pace_s=0.5)  # 8 s for a shard
+        worker.slow_down(pace_s=1.0)  # 8 s for a shard
     reads = slow.start("replicate", spec="latest")
     eventually(lambda: cluster.sources("rollout-2") == {0: leaving.name, 1: leaving.name}, "it reads where it should")
     eventually(lambda: all(look["writing"]["passed"] > 2 for look in slow.looks()), "it has begun")
@@ -95,36 +66,102 @@ def test_unpublish_does_not_wait_for_a_slow_reader_when_there_is_another_holder(
     release(slow)
     assert [read.result() for read in reads] == [1, 1]
     cluster.judge(slow, 1)
-    again, received = read_again(slow), slow.received()
+    received = slow.received()
     assert is_reading
     assert took_s < 4.0  # with the reader: 8 s
     assert set(received) == {leaving.name, staying.name}
-    figures(
-        f"unpublish of {source} with a slow reader: {took_s:.2f} s; it re-read {again} of {cluster.chunks} chunks and "
-        f"ended with {received[staying.name] / cluster.size_bytes:.0%} from {staying.name}",
-        took_s=took_s,
-        chunks_read_again=again,
-    )
 
 
-def test_close_while_peers_read_leaves_in_order_and_the_reader_goes_on(start, figures):
+def spoil(worker, *, at=0.7):
+    """Change one bit of a tensor in place, as a careless trainer would. Returns the word, to mend it."""
+    index = int(len(worker.memory.words) * at)
+    worker.memory.words[index] ^= 1 << 17
+    return index
+
+
+def test_changed_tensors_are_found_by_check_and_by_readers(start):
     cluster = start()
-    trainer, first, reader = cluster.replicas("trainer", "rollout-1", "rollout-2")
+    trainer, reader = cluster.replicas("trainer", "rollout-1")
     cluster.publish(trainer, 1)
-    assert first.call("replicate", spec="latest") == 1
-    for worker in reader:
-        worker.slow_down(pace_s=0.1)
-    reads = reader.start("replicate", spec="latest")
-    eventually(lambda: cluster.sources("rollout-2") == {0: "rollout-1", 1: "rollout-1"}, "it reads from rollout-1")
-    eventually(lambda: all(look["writing"]["passed"] > 2 for look in reader.looks()), "it has begun")
-    began = time.monotonic()
-    calls = first.start("close", timeout=20)
-    assert [call.result() for call in calls] == [None, None]
-    took_s = max(call.ended for call in calls) - began
-    for worker in first:
-        worker.memory.words[:] = 0  # the caller's alone from now on
+    trainer.call("check")
+    index = spoil(trainer[1])
+    assert trainer[0].call("check") is None
+    with pytest.raises(tensorhub.NotDrained, match="'mlp'"):
+        trainer[1].call("check")
+    reads = reader.start("replicate", spec="latest", timeout=30)
+    found = [read.outcome() for read in reads]
+    assert all(isinstance(each, tensorhub.TensorHubError) for each in found), found
+    assert any(isinstance(each, tensorhub.CorruptTransfer) for each in found), found
+    assert reader[1].look()["version"] is None
+    with pytest.raises(tensorhub.UsageError, match="poisoned"):
+        reader[1].call("publish", version=2, timeout=5)
+    trainer[1].memory.words[index] ^= 1 << 17
+    trainer.call("check")
+    assert reader.call("replicate", spec="latest") == 1
+    cluster.judge(reader, 1)
+
+
+def test_a_reader_of_changed_tensors_is_given_good_ones_by_another_holder(start):
+    cluster = start()
+    (trainer,) = cluster.replicas("trainer", site="here")
+    (holder,) = cluster.replicas("rollout-1", site="there")
+    (reader,) = cluster.replicas("rollout-2", site="here")  # reads from the trainer first
+    cluster.publish(trainer, 1)
+    assert holder.call("replicate", spec="latest") == 1
+    reads = held_midway(cluster, reader)
+    assert cluster.sources("rollout-2") == {0: "trainer", 1: "trainer"}
+    for worker in trainer:
+        worker.memory.words[len(worker.memory.words) // 2 :] = 0  # in mid-transfer, and half of it
     release(reader)
     assert [read.result() for read in reads] == [1, 1]
     cluster.judge(reader, 1)
-    assert "left without" not in first[0].log + first[1].log
-    figures(f"close() with a reader in mid-transfer took {took_s:.2f} s; the reader ended with the right bytes")
+    assert set(reader.received()) == {"trainer", "rollout-1"}
+
+
+def test_close_ends_by_its_deadline_although_a_reader_stands_still(start):
+    """The reader's lease is long, so it might still read. It gets nothing of what the memory becomes."""
+    cluster = start(lease_s=20)
+    trainer, reader = cluster.replicas("trainer", "rollout-1")
+    cluster.publish(trainer, 1)
+    reads = held_midway(cluster, reader, timeout=20)
+    for worker in reader:
+        worker.stop()
+    began = time.monotonic()
+    calls = trainer.start("close", timeout=2)
+    assert [call.result() for call in calls] == [None, None]
+    took_s = max(call.ended for call in calls) - began
+    cluster.write(trainer, 2)
+    for worker in reader:
+        worker.go_on()
+    release(reader)
+    found = [call.outcome() for call in reads]
+    assert all(isinstance(each, tensorhub.Unavailable | tensorhub.TransferError) for each in found), found
+    assert took_s <= 2 + LATE_S
+    assert [look["version"] for look in reader.looks()] == [None, None]
+
+
+def test_impatient_callers_get_in_time_what_they_asked_for_or_an_error(start):
+    """Forty calls of a few milliseconds up to a third of a second, while versions change; then a patient one."""
+    cluster, dice = start(), random.Random(3)
+    trainer, *rollouts = cluster.replicas("trainer", "rollout-1", "rollout-2")
+    version = 1
+    cluster.publish(trainer, version)
+    refused = 0
+    for attempt in range(40):
+        if attempt % 10 == 9:
+            version += 1
+            cluster.publish(trainer, version)
+        rollout = dice.choice(rollouts)
+        calls = rollout.start("update", spec="latest", timeout=dice.choice([0.005, 0.03, 0.1, 0.3]))
+        for shard, call in enumerate(calls):
+            found = call.outcome()
+            if isinstance(found, int):
+                assert found == version
+                assert cluster.has(rollout[shard], shard, found)
+            else:
+                assert isinstance(found, tensorhub.Unavailable | tensorhub.TransferError), found
+                refused += 1
+    for rollout in rollouts:
+        assert rollout.call("update", spec="latest") == version
+        cluster.judge(rollout, version)
+    assert refused

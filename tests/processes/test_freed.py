@@ -6,8 +6,6 @@ mapped can be cut short: whoever reads there dies of it, unless the kernel does 
 
 import pytest
 
-import tensorhub
-
 from .script import run
 
 pytestmark = pytest.mark.processes
@@ -25,27 +23,6 @@ def join(replica, value, **options):
     weights.register(tensors)
     return weights, tensors
 """
-
-
-@pytest.fixture
-def server():
-    with tensorhub.serve(lease_s=2, report_s=0.2) as running:
-        yield running
-
-
-def test_check_names_the_tensor_that_was_freed_and_the_one_that_was_changed(server):
-    story = """
-weights, tensors = join("trainer", 1.0)
-weights.publish(1)
-tensors["kept"][0] = 7.0
-free(tensors["freed"])
-say(check=error_of(weights.check))
-"""
-    found = run(BEGIN + story, server.address).only()["check"]
-    assert found["kind"] == "NotDrained"
-    assert "'freed'" in found["text"]
-    assert "'kept'" in found["text"]
-    assert "unpublish()" in found["hint"]
 
 
 @pytest.mark.parametrize("which", [["freed"], ["kept", "freed"]])
@@ -85,24 +62,6 @@ say(replicate=error_of(reader.replicate, 1), is_right=bool((target["freed"] == 1
 """
     found = run(BEGIN + story, server.address).only()
     assert found == {"unpublish": {"value": None}, "replicate": {"value": 1}, "is_right": True}
-
-
-def test_what_a_reader_holds_is_kept_though_the_trainer_has_freed_it(server):
-    """The version is not lost, so there is nothing that `mutating` must stop for."""
-    story = """
-trainer, tensors = join("trainer", 1.0)
-trainer.publish(1)
-reader, target = join("reader", 0.0)
-reader.replicate(1)
-free(tensors["freed"])
-say(unpublish=error_of(trainer.unpublish))
-late, last = join("late", 0.0)
-say(replicate=error_of(late.replicate, 1), is_right=bool((last["freed"] == 1.0).all()))
-"""
-    found = run(BEGIN + story, server.address).only()
-    assert found["unpublish"] == {"value": None}
-    assert found["replicate"] == {"value": 1}
-    assert found["is_right"]
 
 
 @pytest.mark.parametrize("transports", ["tcp", "local", "local,tcp"])
@@ -159,41 +118,6 @@ say(replicate=found, version=reader.version, is_right=all(bool((t == 1.0).all())
     else:
         assert found["replicate"] == {"value": 1}
         assert found["is_right"]
-
-
-def test_storage_that_is_freed_a_moment_after_the_check(server):
-    """Between the look at the addresses and the reading there is always time enough for another thread."""
-    story = """
-from tensorhub.memory.registration import Registration
-from tensorhub.runtime.copies import HostCopies
-weights, tensors = join("trainer", 1.0)
-settle = Registration.settle
-def free_first(self):
-    settle(self)
-    free(tensors["freed"])
-Registration.settle = free_first
-say(publish=error_of(weights.publish, 1), version=weights.version)
-Registration.settle = settle
-tensors["freed"] = torch.full((8 * MIB,), 2.0)
-weights.register(tensors)
-weights.publish(1)
-judge = HostCopies._judge
-def judge_what_is_freed(self, *arguments):
-    free(tensors["freed"])
-    return judge(self, *arguments)
-HostCopies._judge = judge_what_is_freed
-say(unpublish=error_of(weights.unpublish))
-HostCopies._judge = judge
-tensors["freed"] = torch.full((8 * MIB,), 3.0)
-weights.register(tensors)
-say(again=error_of(weights.publish, 2))
-"""
-    found = run(BEGIN + story, server.address).only()
-    assert found["publish"]["kind"] == "UsageError"
-    assert "'freed'" in found["publish"]["text"]
-    assert found["version"] is None
-    assert found["unpublish"]["kind"] == "NotDrained"
-    assert found["again"] == {"value": 2}
 
 
 def test_a_mapped_file_that_is_cut_short(server, tmp_path):
@@ -275,19 +199,3 @@ say(replicate=error_of(reader.replicate, 1, timeout=10), version=reader.version)
     assert found["replicate"]["kind"] == "UsageError"
     assert "before they could be filled: 'freed'" in found["replicate"]["text"]
     assert found["version"] is None
-
-
-def test_where_the_kernel_does_not_copy_between_processes_a_pipe_does(server):
-    """A filter forbids `process_vm_readv` in many a container."""
-    story = """
-from tensorhub.memory import streams as guarded
-guarded.refuse()
-weights, tensors = join("trainer", 1.0)
-weights.publish(1)
-say(whole=error_of(weights.check))
-free(tensors["freed"])
-say(check=error_of(weights.check), unpublish=error_of(weights.unpublish))
-"""
-    found = run(BEGIN + story, server.address).only()
-    assert found["whole"] == {"value": None}
-    assert found["check"]["kind"] == found["unpublish"]["kind"] == "NotDrained"

@@ -2,7 +2,6 @@
 
 import os
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -30,7 +29,7 @@ def of_process(process):
     return {**counts, "private_bytes": private_bytes}
 
 
-def test_nothing_grows_over_many_updates_of_three_models(start, figures):
+def test_nothing_grows_over_many_updates_of_three_models(start):
     cluster = start(shards=1, shard_bytes=5 * MIB + 8)
     pairs = {model: cluster.replicas("trainer", "rollout", model=model) for model in MODELS}
     failures, seen = [], {}
@@ -48,7 +47,6 @@ def test_nothing_grows_over_many_updates_of_three_models(start, figures):
             failures.append(error)
             raise
 
-    began = time.monotonic()
     threads = [threading.Thread(target=train, args=(model,), daemon=True) for model in MODELS]
     before = of_process(cluster.server)
     for thread in threads:
@@ -57,7 +55,6 @@ def test_nothing_grows_over_many_updates_of_three_models(start, figures):
         thread.join(110)
     assert not failures, failures
     assert not any(thread.is_alive() for thread in threads)
-    took_s = time.monotonic() - began
     grown = {}
     for model in MODELS:
         for role in ("trainer", "rollout"):
@@ -71,9 +68,3 @@ def test_nothing_grows_over_many_updates_of_three_models(start, figures):
     assert after["descriptors"] <= before["descriptors"] + 8
     assert after["threads"] <= before["threads"] + 2
     assert after["private_bytes"] <= before["private_bytes"] + 4 * MIB
-    figures(
-        f"{UPDATES} updates of each of three models in {took_s:.0f} s: at most {grown['descriptors']} descriptors, "
-        f"{grown['threads']} threads and {grown['private_bytes'] / MIB:.1f} MiB more than after {SETTLED}; the server "
-        f"{(after['private_bytes'] - before['private_bytes']) / MIB:.1f} MiB",
-        grown=grown,
-    )

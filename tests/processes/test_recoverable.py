@@ -37,12 +37,6 @@ def join(replica, value, size=10_000_000, **options):
 """
 
 
-@pytest.fixture
-def server():
-    with tensorhub.serve(lease_s=2, report_s=0.2) as running:
-        yield running
-
-
 def test_a_process_that_may_start_no_more_threads(server):
     """Each call says so, or does without; afterwards each succeeds."""
     story = """
@@ -111,27 +105,6 @@ say(updated=error_of(reader.update, timeout=20), right=int(target.min()))
     assert (found["updated"], found["right"]) == ({"value": 2}, 2)
 
 
-def test_open_that_may_start_no_thread_leaves_nothing(server):
-    story = """
-before = (threading.active_count(), files())
-no_threads()
-say(first=error_of(join, "trainer", 1))
-threads_again()
-say(left=left(before))
-trainer, _ = join("trainer", 1)
-late = (threading.active_count(), files())
-no_threads()
-say(second=error_of(join, "reader", 1))
-threads_again()
-say(later=left(late))
-"""
-    found = run(BEGIN + story, server.address).only()
-    for which in ("first", "second"):
-        assert found[which]["kind"] == "Unavailable", found[which]
-    assert found["left"] == [0, 0]
-    assert found["later"] == [0, 0]
-
-
 def test_a_manifest_that_is_too_long_is_refused_before_anything_is_hashed(server):
     story = """
 from tensorhub.memory import digests
@@ -152,46 +125,6 @@ say(none=error_of(plain.publish, 1))
     assert "chunk_bytes of at least 2" in found["publish"]["hint"]
     assert (found["hashed"], found["version"]) == (0, None)
     assert found["largest"] == {"value": None}
-
-
-def test_a_layout_that_is_too_long_is_refused_before_it_is_sent(server):
-    story = """
-weights = tensorhub.open("m", replica="trainer", server=address, timeout=30, call_timeout=30)
-tensor = np.ones(1)
-say(register=error_of(weights.register, {f"{number:0200}": tensor for number in range(80_000)}))
-weights.register({"w": tensor})
-say(publish=error_of(weights.publish, 1))
-"""
-    found = run(BEGIN + story, server.address).only()
-    assert found["register"]["kind"] == "UsageError"
-    assert "80000 tensors" in found["register"]["text"]
-    assert found["publish"] == {"value": 1}
-
-
-def test_a_copy_that_cannot_be_exported_is_an_error_of_the_call(server):
-    """It was lost in a task that nobody awaited, and the call waited for it until its deadline."""
-    story = """
-from tensorhub.transport.tcp.transport import TcpTransport
-export = TcpTransport.export
-def fail(self, what):
-    if what.key.endswith("/host"):
-        raise ValueError("no export today")
-    export(self, what)
-trainer, array = join("trainer", 1)
-TcpTransport.export = fail  # before there is anything that may be copied ahead
-trainer.publish(1)
-began = time.monotonic()
-say(unpublish=error_of(trainer.unpublish), took_s=time.monotonic() - began, version=trainer.version)
-TcpTransport.export = export
-say(again=error_of(trainer.unpublish))
-"""
-    ended = run(BEGIN + story, server.address)
-    found = ended.only()
-    assert "no export today" in found["unpublish"]["text"]
-    assert found["took_s"] < 10
-    assert found["version"] == 1
-    assert found["again"] == {"value": None}
-    assert "CRITICAL" not in ended.log
 
 
 @pytest.mark.parametrize("error", ["ValueError('no export today')", "tensorhub.UsageError('no export today')"])
@@ -222,38 +155,6 @@ say(found=found, publish=error_of(trainer.publish, 3), update=error_of(reader.re
         assert "unpublish()" in each["hint"]
     assert found["publish"] == found["update"] == {"value": 3}
     assert "CRITICAL" not in ended.log
-
-
-def test_open_that_passes_its_deadline_leaves_neither_listeners_nor_threads(server):
-    """Wherever it was: while it listened, or while the server did not answer."""
-    story = """
-import socket
-from tensorhub.runtime import opening
-trainer, array = join("trainer", 1)
-before = (threading.active_count(), files())
-make, go_on = opening.make_transport, threading.Event()
-def make_slowly(scheme, *arguments, **named):
-    found = make(scheme, *arguments, **named)
-    if scheme == "tcp":
-        go_on.wait(30)
-    return found
-opening.make_transport = make_slowly
-say(listening=error_of(tensorhub.open, "m", replica="late", server=address, timeout=0.5, transports="local,tcp"))
-go_on.set()
-say(left=left(before))
-opening.make_transport = make
-with socket.socket() as silent:
-    silent.bind(("127.0.0.1", 0))
-    silent.listen()
-    server = f"127.0.0.1:{silent.getsockname()[1]}"
-    say(silent=error_of(tensorhub.open, "m", replica="late", server=server, timeout=0.5))
-say(then=left(before))
-"""
-    found = run(BEGIN + story, server.address).only()
-    assert found["listening"]["kind"] == "ServerUnreachable"
-    assert found["left"] == [0, 0]
-    assert found["silent"]["kind"] == "ServerUnreachable"
-    assert found["then"] == [0, 0]
 
 
 def test_a_wait_that_is_interrupted_in_open_leaves_nothing(server):
@@ -364,29 +265,3 @@ for spare in range(0, 21):
     assert len(ended.said) == 21, ended.log
     assert_passing(ended, ended.said)
     assert ended.said[-1]["again"]["text"] == "", "20 are enough"
-
-
-@pytest.mark.parametrize("transports", ["local", "tcp", "local,tcp"])
-def test_a_reader_with_few_descriptors_to_spare_remembers_nothing_of_its_source(server, transports):
-    story = f"""
-join("first", 0)[0].close()
-baseline = settled()
-for spare in (0, 1, 2, 3, 4, 6, 8, 12, 20):
-    reader, target = join("reader", 0, size=1_000_000, transports={transports!r})
-    _, first = tried(lambda: reader.replicate(1, timeout=1.5), spare)
-    _, then = tried(lambda: reader.replicate(1, timeout=20), 400)
-    ways = list(reader.statistics()["bytes_by_transport"])
-    reader.close()
-    say(first=first, then=then, right=int(target.min()), ways=ways, left=left(baseline))
-"""
-    with tensorhub.open("m", replica="trainer", server=server.address) as trainer:
-        trainer.register({"w": np.ones(1_000_000, np.uint8)})
-        trainer.publish(1)
-        ended = run(BEGIN + SPARE + story, server.address)
-    assert len(ended.said) == 9, ended.log
-    assert_passing(ended, ended.said)
-    assert all(each["right"] == 1 for each in ended.said)
-    best = transports.partition(",")[0]
-    ways = [each["ways"] for each in ended.said if each["first"]["text"]]
-    assert ways, "0 are too few"
-    assert all(way == [best] for way in ways), "the best way is not given up for good"

@@ -1,36 +1,22 @@
-"""Retained versions with real processes: offload, heirs, pins, the limit on host memory, spot replicas, prefetch."""
+"""Versions that are kept: host copies, heirs, the limit on host memory, prefetch, and copies that a host shares."""
 
+import os
 import time
+from pathlib import Path
 
 import pytest
 
 import tensorhub
+from tensorhub.transport import sealed
 
 from .midway import release
 from .process import eventually
 
 pytestmark = pytest.mark.processes
 
-
-def versions(cluster):
-    """What the server says of each version, by number."""
-    return {found.version: found for found in cluster.view().versions("policy")}
-
-
-def copies(cluster, name):
-    """The host copies of a replica's workers, by shard."""
-    found = {replica.name: replica for replica in cluster.view().replicas("policy")}
-    return [worker.copies for worker in found[name].workers]
-
-
-def host_bytes(cluster, *replicas):
-    """Host memory that holds copies now, or is kept for the next."""
-    return sum(look["statistics"]["host_bytes"] for replica in replicas for look in replica.looks())
-
-
-def offloaded_bytes(replica):
-    """What its workers have copied to their host memory so far."""
-    return sum(look["statistics"]["offloaded_bytes"] for look in replica.looks())
+MIB = 1 << 20
+SHARD_BYTES = 24 * MIB + 4120
+EIGHT = [f"rollout-{number}" for number in range(8)]
 
 
 def timed(replica, verb, *, gives, **arguments):
@@ -41,13 +27,13 @@ def timed(replica, verb, *, gives, **arguments):
     return max(call.ended for call in calls) - began
 
 
-def test_the_trainer_moves_on_while_its_only_reader_is_slow(start, figures):
+def test_the_trainer_moves_on_while_its_only_reader_is_slow(start):
     """The reader goes on from the trainer's host copy, at its own prefix, and gets the version that it began."""
     cluster = start(retain=1)
     trainer, slow = cluster.replicas("trainer", "rollout-1")
     cluster.publish(trainer, 1)
     for worker in slow:
-        worker.slow_down(pace_s=0.5)  # 8 s for a shard
+        worker.slow_down(pace_s=1.0)  # 8 s for a shard
     reads = slow.start("replicate", spec="latest", timeout=60)
     eventually(lambda: all(look["writing"]["passed"] > 2 for look in slow.looks()), "it has begun")
     took_s = timed(trainer, "unpublish", gives=None)
@@ -58,47 +44,18 @@ def test_the_trainer_moves_on_while_its_only_reader_is_slow(start, figures):
     assert [read.result() for read in reads] == [1, 1]
     cluster.judge(slow, 1)
     assert is_reading
-    eventually(lambda: not versions(cluster)[1].host_copies, "the copy of 1 is released once nobody reads it")
+    eventually(lambda: not cluster.versions()[1].host_copies, "the copy of 1 is released once nobody reads it")
     assert took_s < 5.0  # one copy in memory, on machines under load; without it, 8 s
-    figures(
-        f"unpublish with one slow reader and nobody else: {took_s:.2f} s, {cluster.shard_bytes >> 20} MiB offloaded"
-    )
 
 
-def test_a_trainer_beside_spot_replicas_copies_while_it_rests(start, figures):
-    """Each version is in its host memory before `unpublish` is called, which then copies nothing."""
-    cluster = start(retain=1)
-    (trainer,) = cluster.replicas("trainer")
-    (spot,) = cluster.replicas("rollout-1", reliable=False)
-    took_s = []
-    cluster.write(trainer, 1)
-    for version in range(1, 5):
-        assert trainer.call("publish", version=version) == version
-        assert spot.call("update", spec="latest") == version
-        eventually(lambda: versions(cluster)[version].host_copies == ("trainer",), "it is copied ahead")  # noqa: B023
-        eventually(lambda: offloaded_bytes(trainer) == version * cluster.size_bytes, "by all shards")  # noqa: B023
-        before = offloaded_bytes(trainer)
-        took_s.append(timed(trainer, "unpublish", gives=None))
-        assert offloaded_bytes(trainer) == before
-        cluster.write(trainer, version + 1)
-        cluster.judge(spot, version)
-    spot.kill()
-    (late,) = cluster.replicas("rollout-2", reliable=False)
-    assert late.call("replicate", spec="latest") == 4
-    cluster.judge(late, 4)
-    figures(
-        f"unpublish of what was copied ahead: {took_s[0]:.3f} s the first time, then at most {max(took_s[1:]):.3f} s"
-    )
-
-
-def test_the_trainer_closes_with_nobody_else_holding_the_latest(start, figures):
+def test_the_trainer_closes_with_nobody_else_holding_the_latest(start):
     """Another reliable replica, which holds an older version, inherits it."""
     cluster = start(retain=1)
     trainer, heir = cluster.replicas("trainer", "rollout-1")
     cluster.publish(trainer, 1)
     assert heir.call("replicate", spec="latest") == 1
     cluster.publish(trainer, 2)
-    took_s = timed(trainer, "close", gives=None)
+    timed(trainer, "close", gives=None)
     for worker in trainer:
         worker.memory.words[:] = 0  # the caller's alone from now on
     cluster.judge(heir, 1)  # untouched: the copy lies beside it
@@ -108,74 +65,23 @@ def test_the_trainer_closes_with_nobody_else_holding_the_latest(start, figures):
     assert set(late.received()) == {"rollout-1"}
     assert heir.call("update", spec="latest") == 2
     cluster.judge(heir, 2)
-    figures(f"close() of the last holder, with an heir: {took_s:.2f} s")
 
 
-def test_a_pinned_version_is_served_however_old(start):
-    cluster = start(retain=1)
-    (trainer,) = cluster.replicas("trainer")
-    cluster.publish(trainer, 1)
-    assert trainer.call("pin", version=1) is None
-    cluster.publish(trainer, 2)
-    cluster.publish(trainer, 3)
-    assert versions(cluster)[1].host_copies == ("trainer",)
-    assert versions(cluster)[2].host_copies == ()
-    (reader,) = cluster.replicas("rollout-1")
-    assert reader.call("replicate", spec=1) == 1
-    cluster.judge(reader, 1)
-    assert trainer.call("unpin", version=1) is None
-    eventually(lambda: not versions(cluster)[1].host_copies, "a copy that nobody wants goes")
-
-
-def test_the_limit_on_host_memory_is_a_refusal_that_loses_nothing(start, figures):
+def test_the_limit_on_host_memory_is_a_refusal_that_loses_nothing(start):
     cluster = start(retain=1)
     (trainer,) = cluster.replicas("trainer", host_bytes=cluster.shard_bytes - 1)
     cluster.publish(trainer, 1)
-    began = time.monotonic()
     found = [call.outcome() for call in trainer.start("unpublish", timeout=30)]
-    took_s = time.monotonic() - began
     assert [type(each) for each in found] == [tensorhub.HostMemoryFull] * 2, found
     assert "host_bytes" in found[0].hint
     (reader,) = cluster.replicas("rollout-1")
     assert reader.call("replicate", spec="latest") == 1  # it is still served
     cluster.judge(reader, 1)
     cluster.publish(trainer, 2)  # and now somebody else keeps it
-    assert host_bytes(cluster, trainer) == 0
-    figures(f"no host memory for the last copy: {type(found[0]).__name__} after {took_s:.2f} s; nothing lost")
+    assert [look["statistics"]["host_bytes"] for look in trainer.looks()] == [0, 0]
 
 
-def test_spot_holders_do_not_count(start):
-    cluster = start(retain=1)
-    (trainer,) = cluster.replicas("trainer")
-    (spot,) = cluster.replicas("rollout-1", reliable=False)
-    cluster.publish(trainer, 1)
-    assert spot.call("replicate", spec="latest") == 1
-    assert trainer.call("unpublish") is None
-    cluster.write(trainer, 2)
-    assert versions(cluster)[1].host_copies == ("trainer",)
-    spot.kill()
-    (late,) = cluster.replicas("rollout-2")
-    assert late.call("replicate", spec="latest") == 1
-    cluster.judge(late, 1)
-
-
-def test_the_last_reliable_holder_dies(start):
-    """Nothing can be done about that; the error says who held it last, and what still is there."""
-    cluster = start(retain=1)
-    (trainer,) = cluster.replicas("trainer")
-    (old,) = cluster.replicas("rollout-1")
-    cluster.publish(trainer, 1)
-    assert old.call("replicate", spec="latest") == 1
-    cluster.publish(trainer, 2)
-    trainer.kill()
-    eventually(lambda: not cluster.is_known("trainer/0"), "its lease ends")
-    found = [call.outcome() for call in old.start("replicate", spec=2, timeout=10)]
-    assert [type(each) for each in found] == [tensorhub.VersionUnavailable] * 2, found
-    assert "trainer" in str(found[0])
-    assert "replicate version 1" in found[0].hint
-
-
-def test_an_update_after_a_prefetch_is_a_local_copy(start, figures):
+def test_an_update_after_a_prefetch_is_a_local_copy(start):
     cluster = start(retain=1)
     trainer, rollout = cluster.replicas("trainer", "rollout-1")
     cluster.publish(trainer, 1)
@@ -184,42 +90,16 @@ def test_an_update_after_a_prefetch_is_a_local_copy(start, figures):
         each.ask("prefetch", spec="latest").result()
     assert rollout.call("update", spec="prefetched") == 1
     cluster.publish(trainer, 2)
-    eventually(lambda: "rollout-1" in versions(cluster)[2].host_copies, "it is fetched ahead")
-    eventually(lambda: copies(cluster, "rollout-1") == [(2,), (2,)], "by both shards")
+    eventually(lambda: "rollout-1" in cluster.versions()[2].host_copies, "it is fetched ahead")
+    eventually(lambda: [worker.copies for worker in cluster.workers("rollout-1")] == [(2,), (2,)], "by both shards")
     cluster.judge(rollout, 1)  # and what it computes with is untouched
     before = rollout.received()
-    took_s = timed(rollout, "update", gives=2, spec="prefetched")
+    timed(rollout, "update", gives=2, spec="prefetched")
     assert rollout.received() == before
     cluster.judge(rollout, 2)
-    size = f"{cluster.shard_bytes >> 20} MiB a shard"
-    figures(f"update() after a prefetch: {took_s:.2f} s for {size}, no byte from a peer")
 
 
-@pytest.mark.parametrize("how", ["kill", "stop"])
-def test_a_rollout_that_fetches_ahead_and_is_gone_hinders_nobody(start, how):
-    """Until its lease ends it is thought to live: no new version may wait for it in the trainer's host memory."""
-    cluster = start(retain=1, lease_s=90.0, shards=1, shard_bytes=8 << 20)
-    (trainer,) = cluster.replicas("trainer")
-    gone, alive = cluster.replicas("rollout-1", "rollout-2", prefetch="always")
-    cluster.publish(trainer, 1)
-    for rollout in (gone, alive):
-        assert rollout.call("replicate", spec="latest") == 1
-    for worker in gone:
-        getattr(worker, how)()
-    for version in range(2, 9):
-        trainer.call("unpublish", timeout=20)
-        cluster.write(trainer, version)
-        assert trainer.call("publish", version=version) == version
-        eventually(lambda: alive.call("update", spec="prefetched") == version, f"{version} comes")  # noqa: B023
-        cluster.judge(alive, version)
-    if how == "stop":
-        for worker in gone:
-            worker.go_on()
-        eventually(lambda: gone.call("update", spec="prefetched") == 8, "it comes back")
-        cluster.judge(gone, 8)
-
-
-def test_one_copy_crosses_into_a_site(start, figures):
+def test_one_copy_crosses_into_a_site(start):
     """Four replicas of another site: what they get comes across once, whoever asks first."""
     cluster = start(retain=1)
     (trainer,) = cluster.replicas("trainer", site="a")
@@ -231,7 +111,98 @@ def test_one_copy_crosses_into_a_site(start, figures):
         cluster.judge(replica, 1)
     across = sum(replica.received().get("trainer", 0) for replica in far) / cluster.size_bytes
     eventually(
-        lambda: versions(cluster)[1].cross_site_bytes.get("b") == round(across * cluster.size_bytes), "it is counted"
+        lambda: cluster.versions()[1].cross_site_bytes.get("b") == round(across * cluster.size_bytes), "it is counted"
     )
     assert across == 1.0
-    figures(f"into a site of four replicas: {across:.2f} copies came from the other site")
+
+
+needs_sealed = pytest.mark.skipif(bool(sealed.why_not()), reason=sealed.why_not() or "there")
+
+
+@pytest.fixture
+def begun(start):
+    """A trainer that is reached over sockets, where a test can hold it, and eight rollouts that could map."""
+    cluster = start(shards=1, shard_bytes=SHARD_BYTES)
+    trainer = cluster.replica("trainer", transports=("tcp",), prefetch="never")
+    rollouts = cluster.replicas(*EIGHT, transports=("local", "tcp"), prefetch="never")
+    return cluster, trainer, rollouts
+
+
+def fetch_ahead(rollouts):
+    """All of them want the newest version."""
+    for asked in [replica[0].ask("prefetch", spec="latest") for replica in rollouts]:
+        asked.result()
+
+
+def wait_until_all_have(cluster, rollouts):
+    """Each of them has a whole copy, and no read goes on."""
+
+    def have():
+        return all(worker.copies for each in rollouts for worker in cluster.workers(each.name))
+
+    eventually(have, "all have a copy")
+    eventually(lambda: not cluster.view().transfers(), "and no read goes on")
+
+
+def memories(rollouts):
+    """The host copies that these processes have mapped: the size of each, by what the kernel calls it."""
+    found = {}
+    for replica in rollouts:
+        folder = Path(f"/proc/{replica[0].process.pid}/map_files")
+        for each in folder.iterdir():
+            try:
+                status, name = os.stat(each), os.readlink(each)
+            except FileNotFoundError:  # unmapped since the folder was read
+                continue
+            if "memfd:tensorhub" in name and status.st_size >= MIB:
+                found[status.st_dev, status.st_ino] = status.st_size
+    return found
+
+
+def counted(rollouts):
+    return sum(each[0].look()["statistics"]["host_bytes"] for each in rollouts)
+
+
+def sent(trainer):
+    return trainer[0].look()["statistics"]["sent_bytes"]
+
+
+@needs_sealed
+def test_eight_workers_fetch_a_version_once_and_have_it_once_in_memory(begun):
+    cluster, trainer, rollouts = begun
+    cluster.publish(trainer, 1)
+    fetch_ahead(rollouts)
+    wait_until_all_have(cluster, rollouts)
+    assert sent(trainer) == SHARD_BYTES
+    assert [each.received() for each in rollouts].count({"trainer": SHARD_BYTES}) == 1
+    assert list(memories(rollouts).values()) == [SHARD_BYTES]
+    assert counted(rollouts) == SHARD_BYTES
+    for each in [replica.start("update", spec="latest") for replica in rollouts]:
+        assert [call.result() for call in each] == [1]
+    for replica in rollouts:
+        cluster.judge(replica, 1)
+    assert sent(trainer) == SHARD_BYTES
+    eventually(lambda: not memories(rollouts), "once nobody needs it its memory is given back")
+    eventually(lambda: counted(rollouts) == 0, "and nobody counts it")
+
+
+@needs_sealed
+def test_the_one_that_fetches_is_killed_half_way(begun):
+    """Another one fetches, at once; nobody hangs, and it is in memory once."""
+    cluster, trainer, rollouts = begun
+    cluster.publish(trainer, 1)
+    trainer[0].hold("reading", after=3)
+    fetch_ahead(rollouts)
+    trainer[0].wait_until_held("reading")
+    (transfer,) = eventually(lambda: cluster.view().transfers(), "one of them fetches")
+    (victim,) = [replica for replica in rollouts if replica.name == transfer.target]
+    victim.kill()
+    left = [replica for replica in rollouts if replica is not victim]
+    eventually(lambda: any(t.target in [r.name for r in left] for t in cluster.view().transfers()), "another one does")
+    trainer[0].release("reading")
+    wait_until_all_have(cluster, left)
+    assert sent(trainer) < 2 * SHARD_BYTES + 4 * MIB
+    assert list(memories(left).values()) == [SHARD_BYTES]
+    for replica in left:
+        assert replica.call("update", spec="latest") == 1
+        cluster.judge(replica, 1)

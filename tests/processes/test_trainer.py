@@ -1,0 +1,82 @@
+"""A trainer that is killed, closes, or waits for its rollouts: no version is lost but its own, and it goes on."""
+
+import pytest
+
+from .process import eventually
+
+pytestmark = pytest.mark.processes
+
+SAID = {"step": 1, "loss": 0.25, "notes": "é" * 4000}
+
+
+@pytest.mark.parametrize("keep_established", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_one_sigkill_of_the_trainer_loses_no_version_but_its_own(start, keep_established):
+    """It had just published 2. Both rollouts call update within its lease, and hold what they held, bit for bit."""
+    cluster = start(retain=1, keep_established=keep_established)
+    trainer, first, second = cluster.replicas("trainer", "rollout-1", "rollout-2")
+    cluster.publish(trainer, 1)
+    assert first.call("replicate", spec="latest") == 1
+    assert second.call("replicate", spec="latest") == 1
+    if keep_established:
+        eventually(lambda: cluster.versions()[1].host_copies == ("rollout-1",), "one replica has copied 1 ahead")
+    cluster.publish(trainer, 2)
+    trainer.kill()
+    calls = [*first.start("update", spec="latest", timeout=60), *second.start("update", spec="latest", timeout=60)]
+    assert [call.result() for call in calls] == [1, 1, 1, 1]
+    cluster.judge(first, 1)
+    cluster.judge(second, 1)
+    assert [look["version"] for look in (*first.looks(), *second.looks())] == [1, 1, 1, 1]
+    assert cluster.versions()[1].is_latest
+    (late,) = cluster.replicas("rollout-3")
+    assert late.call("replicate", spec="latest", timeout=60) == 1
+    cluster.judge(late, 1)
+
+
+def test_a_trainer_that_closes_at_once_leaves_its_version_with_a_spot_rollout(start):
+    cluster = start(retain=1)
+    (trainer,) = cluster.replicas("trainer")
+    (spot,) = cluster.replicas("rollout-1", reliable=False)
+    cluster.publish(trainer, 1)
+    calls = trainer.start("close", timeout=60)
+    assert [call.result() for call in calls] == [None, None]
+    assert spot.call("replicate", spec="latest", timeout=30) == 1
+    cluster.judge(spot, 1)
+
+
+def test_a_rollout_that_is_killed_is_waited_for_until_its_lease_ends(start):
+    cluster = start(lease_s=3)
+    trainer, quick, dead = cluster.replicas("trainer", "quick", "dead")
+    cluster.publish(trainer, 1)
+    for rollout in (quick, dead):
+        assert rollout.call("replicate", spec="latest") == 1
+    cluster.publish(trainer, 2)
+    waiting = trainer.start("wait_held", version=2)
+    assert quick.call("update", spec="latest") == 2
+    half = trainer.start("wait_held", version=2, fraction=0.5)
+    assert [tuple(call.result()) for call in half] == [("quick",)] * cluster.shards
+    assert not any(call.is_over for call in waiting)
+    killed = dead.kill()
+    assert [tuple(call.result()) for call in waiting] == [("quick",)] * cluster.shards
+    took_s = max(call.ended for call in waiting) - killed
+    assert took_s < cluster.lease_s + 2.0
+
+
+def test_a_trainer_that_is_killed_goes_on_above_what_it_had_claimed(start):
+    """It dies between unpublish and publish, and the server with it; it is filled again, and asks for its number."""
+    cluster = start(lease_s=3)
+    trainer, rollout = cluster.replicas("trainer", "rollout-1")
+    cluster.write(trainer, 4)
+    assert trainer.call("publish", version=4, metadata=SAID) == 4
+    assert rollout.call("replicate", spec="latest") == 4
+    trainer.call("unpublish")
+    trainer.kill()
+    cluster.server.kill()
+    cluster.restart_server()
+    assert cluster.view().next_version("policy", timeout=30) == 5
+    (again,) = cluster.replicas("trainer")
+    assert again.call("replicate", spec="latest") == 4
+    cluster.judge(again, 4)
+    assert [look["metadata"] for look in again.looks()] == [SAID] * cluster.shards  # it outlives publisher and server
+    cluster.publish(again, cluster.view().next_version("policy"))
+    assert rollout.call("update", spec="latest") == 5
+    cluster.judge(rollout, 5)
