@@ -59,18 +59,6 @@ def pipe() -> Iterator[tuple[Reader, int]]:
         os.close(writing)
 
 
-def test_lines_come_in_their_order_and_the_last_ones_before_the_end(pipe: tuple[Reader, int]) -> None:
-    reader, writing = pipe
-    reader.begin()
-    handler = WaitingLog(writing)
-    for number in range(1000):
-        handler.emit(record(f"line {number}"))
-    handler.close()
-    handler.emit(record("too late"))
-    os.close(writing)
-    assert [line.split("line ")[1] for line in reader.lines()] == [str(number) for number in range(1000)]
-
-
 def test_what_nobody_reads_is_dropped_and_counted(pipe: tuple[Reader, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log, "MAX_WAITING_BYTES", 10_000)
     monkeypatch.setattr(log, "END_S", END_S)

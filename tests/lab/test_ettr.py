@@ -1,17 +1,13 @@
 """Effective training time: the schedule of failures, the arithmetic over events made up, what may be asked."""
 
-from dataclasses import replace
-
 import pytest
 
 from bench.lab.content import fingerprint
 from bench.lab.ettr.content import Weights, expected
-from bench.lab.ettr.events import AnyEvent, Began, Done, Ended, Held, Kept, Killed, Listening, Saved, Started
-from bench.lab.ettr.plan import Failure, Plan, Role, draw_failures
-from bench.lab.ettr.run import UNDISTURBED, Choice, judge, plans_of
-from bench.lab.ettr.summary import Outcome, Recovery, summarise
-from bench.lab.run import Options, choice_of, scenario_of
-from tensorhub import UsageError
+from bench.lab.ettr.events import AnyEvent, Began, Done, Ended, Held, Killed, Listening, Saved, Started
+from bench.lab.ettr.plan import Plan, Role
+from bench.lab.ettr.run import UNDISTURBED, judge
+from bench.lab.ettr.summary import Outcome, summarise
 
 STEP_S = 2.0
 STEPS = 4
@@ -98,32 +94,12 @@ def test_work_that_is_done_twice_counts_once() -> None:
     assert summary_of(without).steps_repeated == 0
 
 
-def test_a_step_that_is_missing_lowers_the_ratio() -> None:
-    events = [each for each in a_run() if not (isinstance(each, Began | Done) and each.step == 3)]
-    assert summary_of(events).ratio == pytest.approx(6 / 30)
-
-
 def test_going_on_is_a_step_that_nobody_had_done() -> None:
     of_trainer, of_server = summary_of(a_run()).recoveries
     assert of_trainer.next_step_s == pytest.approx(28.1 - 19.5), "step 3: step 2 was done before"
     assert of_trainer.back_s == pytest.approx(22.0 - 19.5)
     assert of_server.next_step_s == pytest.approx(40.0 - 28.5)
     assert of_server.back_s == pytest.approx(40.0 - 28.5), "the first publish after it listens"
-
-
-def test_a_rollout_is_back_with_its_own_first_weights() -> None:
-    events: list[AnyEvent] = [*a_run(), killed(12.5, ROLLOUT, 1), started(12.5, ROLLOUT)]
-    events += [held(16.0, ROLLOUT, 1, is_first=True), Kept(time=17.0, process=ROLLOUT, step=1, error="NoSource: none")]
-    recovery = summary_of(events).recoveries[0]
-    assert recovery == Recovery("rollout", 1, pytest.approx(14.1 - 12.5), pytest.approx(3.5))
-    assert summary_of(events).cut_s == pytest.approx(1.5), "the trainer went on meanwhile"
-    assert summary_of(events).updates_failed == 1
-
-
-def test_what_never_came_is_not_zero() -> None:
-    events = [each for each in a_run() if each.time < 20]
-    assert summary_of(events).recoveries == [Recovery("trainer", 3, None, None)]
-    assert summary_of([started(1.0, TRAINER)]).ratio == 0.0
 
 
 PLAN = Plan(steps=STEPS, step_s=STEP_S, failure_share=0.5)
@@ -154,28 +130,6 @@ def test_a_failure_that_was_not_injected_fails_the_run() -> None:
     assert failed(a_run(), UNDISTURBED) == ["every"], "somebody was killed where nobody should be"
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_one_step_of_ten_fails_and_each_role_as_often_as_it_weighs(seed: int) -> None:
-    failures = draw_failures(Plan(steps=100, seed=seed))
-    steps = [failure.step for failure in failures]
-    assert steps == sorted(set(steps))
-    assert 1 <= steps[0] <= steps[-1] < 100, "all are to have the last step's weights"
-    roles = [failure.role for failure in failures]
-    assert [roles.count(role) for role in ("trainer", "rollout", "server")] == [4, 4, 2]
-    assert all(0 <= failure.share < 1 for failure in failures)
-    assert {f.victim for f in failures if f.role == "rollout"} <= {"rollout-0", "rollout-1", "rollout-2"}
-    assert {f.victim for f in failures if f.role != "rollout"} == {"trainer", "server"}
-
-
-def test_the_schedule_is_the_seeds_alone() -> None:
-    plan = Plan(steps=60)
-    assert draw_failures(plan) == draw_failures(replace(plan, step_s=9.0, start_s=0.0))
-    assert draw_failures(plan) != draw_failures(replace(plan, seed=2))
-    assert draw_failures(replace(plan, failure_share=0.0)) == []
-    assert len(draw_failures(replace(plan, failure_share=1.0))) == 59
-    assert isinstance(draw_failures(plan)[0], Failure)
-
-
 def test_weights_are_those_of_their_step_and_of_no_other_way_there() -> None:
     hashes = list(expected(1000, 7, STEPS))
     assert len(set(hashes)) == STEPS + 1
@@ -185,40 +139,3 @@ def test_weights_are_those_of_their_step_and_of_no_other_way_there() -> None:
         for number in path:
             weights.step(number)
         assert (fingerprint(weights.tensors) == hashes[3]) == is_right
-
-
-def test_one_wrong_byte_is_never_repaired_by_later_steps() -> None:
-    weights = Weights(1000, 7)
-    weights.tensors["layer.2"][5] ^= 1
-    hashes = list(expected(1000, 7, 300))
-    for number in range(1, 301):
-        weights.step(number)
-        assert fingerprint(weights.tensors) != hashes[number]
-
-
-def test_without_a_duration_there_are_two() -> None:
-    assert [(plan.step_s, plan.steps) for plan in plans_of(Choice())] == [(0.5, 100), (2.0, 60)]
-    (plan,) = plans_of(Choice(step_s=1.0, steps=20, seed=3, rollouts=2, size_bytes=1000, held_share=0.0))
-    assert (plan.step_s, plan.steps, plan.seed, plan.rollouts) == (1.0, 20, 3, 2)
-    assert (plan.size_bytes, plan.held_share) == (1000, 0.0)
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (Options(strategies=("hub",)), "no strategy 'hub' in ettr"),
-        (Options(versions=5), "5 steps are too few"),
-        (Options(rollouts=1), "no peer"),
-        (Options(rate_mbit=100), "no --mbit"),
-        (Options(sites=2), "no --sites"),
-        (Options(seconds=9.0), "no --seconds"),
-    ],
-)
-def test_what_cannot_be_is_refused(options: Options, says: str) -> None:
-    with pytest.raises(UsageError, match=says):
-        plans_of(choice_of(options))
-
-
-def test_only_ettr_has_a_duration_of_steps() -> None:
-    with pytest.raises(UsageError, match="standalone has no --step"):
-        scenario_of("standalone", Options(step_s=1.0))

@@ -10,12 +10,10 @@ from bench.lab.director import Run, ground_of
 from bench.lab.events import Published, Updated
 from bench.lab.network import PREFIX, Network, NoLinks, run, why_not
 from bench.lab.scenarios import MIB, SITES, STANDALONE
-from bench.lab.summary import Outcome
 from bench.lab.uplinks import UplinkRun
 
 pytestmark = [
     pytest.mark.processes,
-    pytest.mark.root,
     pytest.mark.skipif(why_not() is not None, reason=f"no laboratory here: {why_not()}"),
 ]
 
@@ -42,15 +40,16 @@ def links_can_be_made() -> None:
         pytest.skip(f"no laboratory here: {error}")
 
 
-def outcome_of(strategy: str, folder: Path) -> tuple[Run, Outcome]:
-    with ground_of(TINY, folder) as ground:
-        done = Run(TINY, strategy, ground, folder / strategy).run()
-    return done, done.outcome()
+OTHERS = ("hub-recut", "hub-always", "hub-python", "star", "store")
 
 
-@pytest.mark.parametrize("strategy", ["hub", "hub-recut", "hub-always", "hub-python", "star", "store"])
+@pytest.mark.parametrize("strategy", ["hub", *(pytest.param(each, marks=pytest.mark.long) for each in OTHERS)])
 def test_every_rollout_ends_with_the_last_version(strategy: str, tmp_path: Path) -> None:
-    done, outcome = outcome_of(strategy, tmp_path)
+    with ground_of(TINY, tmp_path) as ground:
+        done = Run(TINY, strategy, ground, tmp_path / strategy).run()
+    outcome = done.outcome()
+    assert done.nursery.living == []
+    assert f"{PREFIX}{os.getpid()}-" not in run("ip", "netns", "list")
     assert outcome.hashes_wrong == []
     assert outcome.versions == TINY.versions
     last = {e.process: e.version for e in done.events if isinstance(e, Updated)}
@@ -61,13 +60,7 @@ def test_every_rollout_ends_with_the_last_version(strategy: str, tmp_path: Path)
     assert all(each.still for each in outcome.slices.values())
 
 
-def test_an_idle_interpreter_is_the_old_way(tmp_path: Path) -> None:
-    scenario = replace(TINY, held_share=0.0)
-    with ground_of(scenario, tmp_path) as ground:
-        outcome = Run(scenario, "hub", ground, tmp_path / "hub").run().outcome()
-    assert (outcome.slices, outcome.hashes_wrong, outcome.versions) == ({}, [], TINY.versions)
-
-
+@pytest.mark.long
 def test_what_leaves_a_site_goes_through_its_uplink(tmp_path: Path) -> None:
     scenario = replace(SITES, rollouts=4, far_sites=2, size_bytes=MIB, chunk_bytes=MIB // 8, uplink_mbit=50, versions=1)
     scenario = replace(scenario, train_s=0.3, generate_s=0.2)
@@ -77,17 +70,3 @@ def test_what_leaves_a_site_goes_through_its_uplink(tmp_path: Path) -> None:
     (finding,) = done.judge()
     assert 1.0 <= done.copies < scenario.rollouts, finding
     assert done.outcome().hashes_wrong == []
-
-
-def test_a_link_in_use_gets_another_rate() -> None:
-    with Network() as network:
-        network.add_site("home")
-        place = network.add("probe", "home", rate_mbit=100)
-        network.reshape(place, 25)
-        assert "rate 25Mbit" in run("tc", "-n", place.namespace, "qdisc", "show", "dev", "eth0")
-
-
-def test_nothing_is_left_behind(tmp_path: Path) -> None:
-    done, _ = outcome_of("hub", tmp_path)
-    assert done.nursery.living == []
-    assert f"{PREFIX}{os.getpid()}-" not in run("ip", "netns", "list")
