@@ -15,11 +15,9 @@ from tensorhub.protocol.messages import CallReport, Holding, Report
 from tensorhub.protocol.names import Version, worker_id
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = {
-    "one_reader addresses busy sizes chunks many_tensors masters fan_out faults faults_across "
-    "memory growth pieces pieces_beside plans server taking_back decisions lateness".split()
-)
-NOT_EVERYWHERE = ("addresses", "fan_out", "faults", "faults_across", "masters", "taking_back")  # root
+ROOT_PARTS = {"addresses", "fan_out", "faults", "faults_across", "masters", "taking_back"}
+PARTS = ROOT_PARTS | {"one_reader", "busy", "sizes", "chunks", "many_tensors", "memory", "growth", "pieces", "plans"}
+PARTS |= {"pieces_beside", "server", "decisions", "lateness"}
 
 
 @pytest.mark.long
