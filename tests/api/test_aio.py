@@ -45,28 +45,6 @@ def test_a_step_of_training_in_ones_own_loop(server):
     run(story())
 
 
-def test_the_callers_loop_goes_on_while_a_call_waits(server):
-    async def story():
-        weights = await aio.open("m", replica="r", server=server.address)
-        await weights.register({"w": np.zeros(10)})
-        ticks = 0
-
-        async def tick():
-            nonlocal ticks
-            while True:
-                ticks += 1
-                await asyncio.sleep(0.01)
-
-        ticking = asyncio.create_task(tick())
-        with pytest.raises(tensorhub.Unavailable):
-            await weights.replicate("latest", timeout=0.5)
-        ticking.cancel()
-        await weights.close()
-        return ticks
-
-    assert run(story()) > 5
-
-
 def test_a_cancelled_call_is_over_and_the_next_one_works(server):
     async def story():
         weights = await aio.open("m", replica="r", server=server.address)
@@ -91,16 +69,6 @@ def test_errors_arrive_as_they_are(server):
                 await aio.open("m", replica="r", server=server.address)
 
     run(story())
-
-
-def test_workers_of_several_loops_and_threads_share_one_thread(server):
-    async def story(name):
-        async with await aio.open("m", replica=name, server=server.address) as weights:
-            await weights.register({"w": np.zeros(10)})
-            return next(t.name for t in threading.enumerate() if t is weights._thread.thread), weights._thread
-
-    (_, first), (_, second) = run(story("a")), run(story("b"))
-    assert first is second
 
 
 def test_an_error_in_a_mutating_block_publishes_nothing(server):

@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import threading
-import warnings
 
 import numpy as np
 import pytest
@@ -40,7 +39,7 @@ def collect_in_worker_thread():
     gc.enable()
 
 
-@pytest.mark.parametrize("how", ["one", "group", "set"])
+@pytest.mark.parametrize("how", ["one", "group"])
 def test_a_finaliser_in_the_worker_thread_keeps_no_worker_waiting(join, server, collect_in_worker_thread, how):
     other, _ = join("other", 1.0)
     options = {"server": server.address, "call_timeout": 20}
@@ -49,8 +48,6 @@ def test_a_finaliser_in_the_worker_thread_keeps_no_worker_waiting(join, server, 
             opened = tensorhub.open("m", replica="gone", **options)
         case "group":
             opened = tensorhub.open_group("m", replica="gone", shards=2, **options)
-        case "set":
-            opened = tensorhub.open_set(["m", "m2"], replica="gone", **options)
     Engine(opened)
     del opened
     collect_in_worker_thread()
@@ -162,19 +159,6 @@ def test_what_nobody_references_says_so_and_leaves(server, what):
         eventually(lambda: threading.active_count() <= before, "its threads have ended")
 
 
-def test_what_was_closed_or_belongs_to_the_parent_says_nothing(server):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        weights = tensorhub.open("m", replica="gone", server=server.address)
-        weights.close()
-        del weights
-        with tensorhub.open("m", replica="gone", server=server.address):
-            pass
-        with pytest.raises(tensorhub.ServerUnreachable):
-            tensorhub.open("m", replica="gone", server="127.0.0.1:1", timeout=0.2)
-        gc.collect()
-
-
 def test_a_server_that_nobody_references_says_so_and_ends():
     with pytest.warns(ResourceWarning, match=r"<reference server at .*> was not closed"):
         address = tensorhub.serve().address
@@ -184,15 +168,3 @@ def test_a_server_that_nobody_references_says_so_and_ends():
             return probe.connect_ex(("127.0.0.1", int(address.rpartition(":")[2]))) != 0
 
     eventually(is_free, "its port is free")
-
-
-@pytest.mark.processes
-def test_at_the_end_of_a_process_nothing_is_said():
-    done = subprocess.run(
-        [sys.executable, "-W", "always", "-c", PROGRAM.replace("def __del__", "def last") % "close()"],
-        capture_output=True,
-        text=True,
-        timeout=END_S,
-    )
-    assert (done.returncode, done.stdout) == (0, "ends\n")
-    assert "was not closed" not in done.stderr

@@ -2,13 +2,12 @@
 
 import asyncio
 import inspect
-from functools import partial
 
 import numpy as np
 import pytest
 
 import tensorhub
-from runtime.kit import eventually, in_threads, is_free
+from runtime.kit import eventually
 from tensorhub import aio
 
 SHARDS = 3
@@ -62,19 +61,6 @@ def test_a_replica_of_several_shards_in_one_process(group, server):
     assert [each["received_bytes"] for each in rollout.statistics()] != []
 
 
-def test_nobody_can_tell_it_from_shards_on_their_own(group, server, join):
-    trainer, _ = group("t", 5.0)
-    trainer.publish(1)
-    tensors = made(0.0)
-    alone = [join("alone", tensors=tensors[shard], shard=shard, shards=SHARDS)[0] for shard in range(SHARDS)]
-    assert in_threads(*(partial(each.replicate, 1, timeout=20) for each in alone)) == [1] * SHARDS
-    assert numbers(tensors) == {5.0}
-    trainer.close()
-    late, found = group("late")
-    assert late.replicate("latest", timeout=20) == 1
-    assert numbers(found) == {5.0}
-
-
 def test_the_error_is_the_cause_and_all_shards_end_with_it(group, server):
     trainer, tensors = group("t", 1.0)
     trainer.publish(1)
@@ -89,20 +75,6 @@ def test_the_error_is_the_cause_and_all_shards_end_with_it(group, server):
         rollout.register(made(0.0))
         assert rollout.replicate(1, timeout=20) == 1
     assert numbers(tensors) == {1.0}
-
-
-def test_a_block_that_raises_publishes_nothing_and_frees_its_number(group):
-    trainer, tensors = group("t", 1.0)
-    trainer.publish(1)
-    with pytest.raises(RuntimeError, match="diverged"), trainer.mutating(version=2):
-        raise RuntimeError("diverged")
-    assert trainer.version is None
-    with trainer.mutating(version=2):
-        tensors[0]["w0"] += 1.0
-    assert trainer.version == 2
-    with pytest.raises(tensorhub.VersionConflict), trainer.mutating(version=2):
-        pytest.fail("the number is taken")
-    assert trainer.version == 2
 
 
 def test_tensors_are_refused_for_all_shards_or_none(group):
@@ -120,38 +92,12 @@ def test_tensors_are_refused_for_all_shards_or_none(group):
     assert numbers(tensors) == {1.0}
 
 
-def test_where_one_shard_may_not_register_the_others_stay_what_they_were(group):
-    trainer, trained = group("t", 1.0, transports=("tcp",))
-    other, tensors = group("o", transports=("tcp",))
-    trainer.publish(1)
-    trained[1]["w1"][5] = 9.0
-    with pytest.raises(tensorhub.CorruptTransfer):
-        other.replicate(timeout=8)
-    held = [member.version for member in other._members]
-    assert 1 in held  # it got its part
-    with pytest.raises(tensorhub.NotDrained):
-        other.register(tensors)
-    with pytest.raises(tensorhub.UsageError, match="poisoned"), other.mutating(version=2, timeout=60):
-        pytest.fail("the block ran")
-    other.unpublish()
-    other.register(tensors)
-    with other.mutating(version=2):
-        pass
-    assert other.version == 2
-
-
 def test_where_one_shard_is_taken_nobody_joins(group, server, join):
     taken = tensorhub.open("m", replica="r", shard=1, shards=SHARDS, server=server.address)
     with taken, pytest.raises(tensorhub.ShardTaken, match=r"r\[1\]"):
         tensorhub.open_group("m", replica="r", shards=SHARDS, server=server.address, timeout=2)
     found, _ = group("r", 1.0)
     assert found.publish(1) == 1
-
-
-@pytest.mark.parametrize("shards", [0, -1, 2.5, "all"])
-def test_a_number_of_shards_that_is_none(shards, server):
-    with pytest.raises(tensorhub.UsageError, match="shards"):
-        tensorhub.open_group("m", replica="r", shards=shards, server=server.address)
 
 
 def test_nobody_lives_on_when_the_caller_is_interrupted_while_they_join(server, interrupting, monkeypatch):
@@ -172,17 +118,6 @@ def test_nobody_lives_on_when_the_caller_is_interrupted_while_they_join(server, 
     eventually(lambda: not tensorhub.connect(server.address).replicas("m"), "nobody is there")
 
 
-def test_a_claim_that_is_granted_when_its_caller_is_interrupted_is_given_back(group, interrupting, monkeypatch):
-    first, _ = group("first", 1.0)
-    second, _ = group("second", 2.0)
-    client = first._members[1]._client
-    with interrupting(client.operate) as operate:
-        monkeypatch.setattr(client, "operate", operate)
-        with first.mutating(version=2):
-            pytest.fail("the block ran")
-    eventually(lambda: is_free(second, 2), "the number is given back")
-
-
 def test_what_a_group_can_do_is_what_its_shards_can():
     """And takes the same, but where tensors are handed over: they are handed over for each shard."""
     alone = {name: call for name, call in vars(tensorhub.Weights).items() if not name.startswith("_")}
@@ -191,21 +126,3 @@ def test_what_a_group_can_do_is_what_its_shards_can():
     for name, call in alone.items():
         if callable(call) and name not in ("register", "resume"):
             assert list(inspect.signature(call).parameters) == list(inspect.signature(together[name]).parameters), name
-
-
-def test_engines_that_sleep_pins_and_back_pressure(group):
-    trainer, _ = group("t", 1.0)
-    trainer.publish(1)
-    rollout, engine = group("r", reliable=False)
-    rollout.replicate(1)
-    assert trainer.wait_held(1, timeout=20) == ("r",)
-    rollout.pin(1)
-    rollout.suspend()
-    with pytest.raises(tensorhub.UsageError, match="suspended"):
-        rollout.replicate(1)
-    rollout.resume()
-    assert rollout.version is None
-    assert rollout.replicate(1, timeout=20) == 1
-    assert rollout.progress == (0, 0)
-    rollout.unpin(1)
-    assert numbers(engine) == {1.0}

@@ -76,15 +76,6 @@ def test_they_are_the_callers_alone_and_nobody_is_left(server, join):
     assert (tensorhub.load("m@latest", server=server.address)["w"] == 6.0).all()
 
 
-def test_a_model_is_loaded_from_what_is_there(server, join):
-    given = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8))
-    trainer, _ = join("t", tensors=given)
-    trainer.publish(1)
-    empty = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8))
-    empty.load_state_dict(tensorhub.load("m@latest", server=server.address))
-    assert all(torch.equal(one, other) for one, other in zip(given.parameters(), empty.parameters(), strict=True))
-
-
 def test_all_shards_of_one_version(server, join):
     shards = [join("t", float(shard), shard=shard, shards=3)[0] for shard in range(3)]
     in_threads(*(lambda s=s: s.publish(1, metadata=SAID) for s in shards))
@@ -113,19 +104,6 @@ def test_what_is_not_there_is_said_at_once(server, join, reference, error, match
     join("t", 1.0)
     with pytest.raises(error, match=match):
         tensorhub.load(reference, server=server.address, timeout=5)
-
-
-def test_who_loads_is_told_what_a_load_can_do_about_it(server, join):
-    join("t", 1.0)
-    calls = (
-        lambda: tensorhub.load("m@9", server=server.address),
-        lambda: tensorhub.connect(server.address).layout("m", 9),
-    )
-    for call in calls:
-        with pytest.raises(tensorhub.VersionUnavailable) as raised:
-            call()
-        assert "replicate" not in raised.value.hint
-        assert "tensorhub status" in raised.value.hint
 
 
 def test_without_a_server(server):
@@ -162,28 +140,6 @@ def test_what_a_publisher_says_of_its_tensors_is_checked_before_memory_is_laid_o
     ):
         with pytest.raises(tensorhub.CorruptTransfer, match="m/t"):
             ask()
-
-
-def test_a_server_that_contradicts_itself_is_no_index_error(server, join, monkeypatch):
-    trainer, _ = join("t")
-    trainer.register({"w": np.zeros(4, np.float32)}, boxes={})
-    trainer.publish(1)
-    cuts_of = answers.cuts_of
-    monkeypatch.setattr(answers, "cuts_of", lambda *given: replace(cuts_of(*given), boxes=()))
-    with pytest.raises(tensorhub.ServerUnreachable, match="names boxes that it does not send"):
-        tensorhub.load("m@latest", server=server.address, timeout=20)
-
-
-def test_coroutines_load_too(server, join):
-    trainer, _ = join("t", 1.0)
-    trainer.publish(1)
-
-    async def load_twice():
-        return await asyncio.gather(*(aio.load("m@latest", server=server.address) for _ in range(2)))
-
-    assert all((found["w"] == np.ones(1, np.float32)[0]).all() for found in asyncio.run(load_twice()))
-    (found,) = asyncio.run(aio.load_shards("m@1", server=server.address))
-    assert found.version == 1
 
 
 def test_a_load_that_is_given_up_leaves_nobody(server, join):

@@ -1,8 +1,6 @@
 """An engine that sleeps: its tensors' memory goes away, and comes back elsewhere."""
 
-import asyncio
 import gc
-import threading
 import weakref
 
 import numpy as np
@@ -10,14 +8,6 @@ import pytest
 
 import tensorhub
 from runtime.kit import eventually
-from tensorhub.memory import cast
-from tensorhub.memory.host_copies import HostMemory
-from tensorhub.memory.room import Room
-from tensorhub.runtime import client
-from tensorhub.runtime.cast_state import Suspension
-from tensorhub.runtime.client import Client
-from tensorhub.runtime.loops import loop_thread
-from tensorhub.transport import sealed
 
 torch = pytest.importorskip("torch")
 
@@ -115,21 +105,6 @@ def test_nothing_keeps_the_memory_while_it_sleeps(join):
     assert (array == 3.0).all()
 
 
-def test_storages_that_were_emptied_and_made_again(join, trainer):
-    engine = linear(0.0)
-    rollout, _ = join("r", tensors=engine, reliable=False)
-    rollout.replicate()
-    rollout.suspend()
-    sizes = [parameter.untyped_storage().nbytes() for parameter in engine.parameters()]
-    for parameter in engine.parameters():
-        parameter.untyped_storage().resize_(0)
-    for parameter, size in zip(engine.parameters(), sizes, strict=True):
-        parameter.untyped_storage().resize_(size)
-    rollout.resume()
-    rollout.replicate()
-    assert (engine.weight == 1.0).all()
-
-
 def test_calls_that_need_the_tensors_say_that_it_sleeps(join, trainer):
     rollout, _ = join("r", tensors=linear(0.0), reliable=False)
     rollout.replicate()
@@ -176,84 +151,6 @@ def test_what_was_prefetched_fills_the_new_memory(join, trainer):
     assert (engine.weight == 1.0).all()
 
 
-@pytest.mark.parametrize("left_bytes", [0, (96 << 20) + 300 * 200 * 4 + 800])  # beside the copy: none, or one more
-def test_what_was_prefetched_fills_the_new_memory_where_waking_has_left_little_room(
-    server, join, trainer, monkeypatch, left_bytes
-):
-    """No limit was given: what there is room for at that moment is beside the copy that is there already."""
-    engine = linear(0.0)
-    rollout, _ = join("r", tensors=engine, reliable=False, prefetch="always")
-    eventually(lambda: "r" in copies_of(server, 1), "it is fetched ahead")
-    rollout.suspend()
-    held = rollout.statistics()["host_bytes"]
-    give_other_storage(engine)
-    look = {**HostMemory.__init__.__kwdefaults__, "look": lambda: Room(left_bytes, "a limit of this test")}
-    monkeypatch.setattr(HostMemory.__init__, "__kwdefaults__", look)
-    rollout.resume()
-    statistics = rollout.statistics()
-    assert statistics["host_bytes"] == held > 0
-    assert statistics["host_bytes_limit"] == held * (2 if left_bytes else 1)
-    trainer.close()  # only the copy has it
-    assert rollout.update(timeout=8) == 1
-    assert (engine.weight == 1.0).all()
-
-
-def test_a_neighbours_host_copy_is_shared_while_it_sleeps(join, server):
-    """Nobody else has that version: whoever does not share the copy waits for it without end."""
-    if sealed.why_not():
-        pytest.skip(f"no memory here that others can map: {sealed.why_not()}")
-    neighbour, _ = join("neighbour", tensors=linear(0.0), host_bytes="4MiB", prefetch="always")
-    trainer, _ = join("t", tensors=linear(1.0))
-    trainer.publish(1)
-    neighbour.replicate()
-    with trainer.mutating(version=2):
-        pass
-    eventually(lambda: neighbour.statistics()["host_bytes"] > 0, "it is fetched ahead")
-    eventually(lambda: copies_of(server, 2) == ("neighbour",), "it is whole")
-    trainer.close()
-    engine = linear(0.0)
-    sleeper, _ = join("sleeper", tensors=engine, host_bytes="4MiB", prefetch="never")
-    sleeper.suspend()
-    sleeper.prefetch("latest")
-    eventually(lambda: copies_of(server, 2) == ("neighbour", "sleeper"), "it is shared")
-    assert sleeper.statistics()["bytes_by_source"] == {}  # nothing was read twice
-    sleeper.resume()
-    assert sleeper.update() == 2
-    assert (engine.weight == 1.0).all()
-
-
-def copies_of(server, version):
-    (model,) = tensorhub.connect(server.address).status(model="m").models
-    return next((tuple(found.host_copies) for found in model.versions if found.version == version), ())
-
-
-def test_a_publish_that_comes_before_the_tensors_are_forgotten_keeps_them(join, monkeypatch):
-    weights, _ = join("t", 1.0)
-    hashed, begin, hashing, go_on, tasks = client.hashed, Suspension.begin, asyncio.Event(), asyncio.Event(), []
-
-    async def slowly(*arguments):
-        hashing.set()
-        await go_on.wait()
-        return await hashed(*arguments)
-
-    async def begin_late(suspension, deadline):
-        tasks.append(asyncio.create_task(weights._aio._client.publish(1, deadline)))
-        await hashing.wait()
-        try:
-            await begin(suspension, deadline)
-        finally:
-            go_on.set()
-
-    monkeypatch.setattr(client, "hashed", slowly)
-    monkeypatch.setattr(Suspension, "begin", begin_late)
-    with pytest.raises(tensorhub.UsageError, match=r"suspend on m/t\[0\] while its publish has not ended"):
-        weights.suspend(timeout=10)
-    eventually(lambda: weights.version == 1)
-    reader, array = join("r")
-    assert reader.replicate(timeout=5) == 1
-    assert (array == 1.0).all()
-
-
 def test_masters_are_cast_from_where_they_are_then(join):
     module = linear(1.0)
     weights, _ = join("t", tensors=linear(0.0))
@@ -268,19 +165,6 @@ def test_masters_are_cast_from_where_they_are_then(join):
     reader, _ = join("r", tensors=filled)
     reader.replicate()
     assert (filled.weight == 5.0).all()
-
-
-@pytest.fixture
-def takers(monkeypatch):
-    """The threads that have taken memory for masters, in order."""
-    seen, real = [], cast._memory
-
-    def memory(size_bytes):
-        seen.append(threading.current_thread())
-        return real(size_bytes)
-
-    monkeypatch.setattr(cast, "_memory", memory)
-    return seen
 
 
 @pytest.fixture
@@ -304,52 +188,6 @@ def several(server):
         each.close(timeout=3)
 
 
-@pytest.mark.parametrize("kind", ["group", "set"])
-def test_several_take_memory_for_masters_in_the_callers_thread_and_not_in_that_of_all_workers(kind, several, takers):
-    trainer = several(kind)
-    for version in (1, 2):
-        trainer.publish(version)
-        trainer.suspend()
-        trainer.resume()
-    assert trainer.publish(3) == 3
-    assert takers == [threading.current_thread()] * 6
-
-
-@pytest.mark.parametrize("kind", ["group", "set"])
-def test_a_resume_of_several_that_has_failed_for_some_goes_on_with_those(kind, several, monkeypatch):
-    trainer = several(kind)
-    trainer.suspend()
-    real, left = Client.register, [2]
-
-    async def register(client, *arguments, **options):
-        left[0] -= 1
-        if not left[0]:
-            raise tensorhub.Unavailable("not yet")
-        await real(client, *arguments, **options)
-
-    monkeypatch.setattr(Client, "register", register)
-    with pytest.raises(tensorhub.Unavailable, match="not yet"):
-        trainer.resume()
-    trainer.resume()
-    assert trainer.publish(1) == 1
-    trainer.unpublish()
-    with pytest.raises(tensorhub.UsageError, match="not suspended"):
-        trainer.resume()
-
-
-def test_awaited_the_memory_for_masters_is_taken_in_no_loop(server, takers):
-    async def story():
-        async with await tensorhub.aio.open("m", replica="t", server=server.address) as weights:
-            await weights.register({"w": np.ones(1000, np.float32)}, dtype="float16")
-            await weights.suspend()
-            await weights.resume()
-            assert await weights.publish(1) == 1
-
-    asyncio.run(story())
-    assert len(takers) == 2
-    assert not {threading.current_thread(), loop_thread().thread} & set(takers)
-
-
 def test_what_a_failed_fill_has_spoiled_stays_so_while_it_sleeps(join):
     trainer, source = join("t", 1.0)
     trainer.publish(1)
@@ -366,20 +204,3 @@ def test_what_a_failed_fill_has_spoiled_stays_so_while_it_sleeps(join):
     target[:] = 3.0  # as from a checkpoint
     rollout.register({"w": target})
     assert rollout.publish(2) == 2
-
-
-def test_what_was_spoiled_before_it_slept_is_healed_by_a_fill(join):
-    trainer, source = join("t", 1.0)
-    trainer.publish(1)
-    source[5] = 9
-    rollout, target = join("r")
-    with pytest.raises(tensorhub.CorruptTransfer):
-        rollout.replicate(timeout=8)
-    rollout.suspend()
-    rollout.resume()
-    trainer.unpublish()
-    trainer.publish(2)
-    assert rollout.update(timeout=8) == rollout.version == 2
-    with rollout.mutating(version=3):
-        target += 1
-    assert rollout.version == 3

@@ -44,9 +44,6 @@ with tensorhub.serve() as server, tensorhub.open("m", replica="t", server=server
 
 BROKEN = {
     "OSError": "raise OSError('libcudart.so.12: cannot open shared object file')",
-    "ImportError": "raise ImportError('libcudart.so.12: cannot open shared object file')",
-    "RuntimeError": "raise RuntimeError('libcudart.so.12 and torch differ')",
-    "ModuleNotFoundError": "import libcudart.so.twelve",
     "has no tensors": "",
 }
 
@@ -107,11 +104,11 @@ CALLERS = {
 
 
 @pytest.mark.parametrize("how", CALLERS)
-@pytest.mark.parametrize("kind", ["module", "mapping", "masters"])
+@pytest.mark.parametrize("kind", ["module", "masters"])
 def test_a_mode_of_the_caller_changes_nothing(how: str, kind: str) -> None:
     """Nor does it change what is allocated, published, checked, loaded or updated within it."""
     module, other = torch.nn.Linear(3, 2).bfloat16().float(), torch.nn.Linear(3, 2)
-    given = {"module": module, "mapping": module.state_dict(), "masters": module}[kind]
+    given = module
     wanted = [parameter.detach().clone() for parameter in module.parameters()]
     found: list[object] = []
     with (

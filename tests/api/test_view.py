@@ -1,15 +1,18 @@
-"""`connect`: what there is, for people and scripts, without being a worker."""
+"""`connect`: what there is, and what a version is made of, without being a worker."""
 
 import contextlib
 import socket
 import threading
 
+import numpy as np
 import pytest
+from msgspec.structs import replace
 
 import tensorhub
 from runtime.kit import eventually
 from tensorhub import aio
-from tensorhub.runtime import questions
+from tensorhub.protocol.status import TensorView
+from tensorhub.runtime import descriptions, questions
 
 
 def test_an_empty_server_has_nothing(server):
@@ -36,12 +39,6 @@ def test_models_versions_and_replicas(server, join):
     assert [endpoint.partition("://")[0] for endpoint in worker.endpoints] == ["local", "tcp"]
     assert worker.endpoints[1].startswith("tcp://127.0.0.1:")
     assert [model.name for model in view.status(model="other").models] == ["other"]
-
-
-def test_the_server_knows_itself_too(server, join):
-    join("t", 1.0)
-    assert [model.name for model in server.status().models] == ["m"]
-    assert server.address in repr(server)
 
 
 def test_settings_come_from_the_environment(server, monkeypatch):
@@ -81,3 +78,75 @@ def test_an_answer_without_an_end_is_not_kept(monkeypatch):
         with pytest.raises(tensorhub.ServerUnreachable, match="its answer has more than 1048576 B"):
             tensorhub.connect(f"127.0.0.1:{listener.getsockname()[1]}", timeout=10).models()
         listener.shutdown(socket.SHUT_RDWR)
+
+
+SAID = {"step": 7}
+
+
+def test_names_dtypes_and_shapes(server, join):
+    tied = np.zeros((4, 3), np.float32)
+    tensors = {"a": tied, "b": np.zeros(5, np.int64), "tied": tied, "t": np.zeros((2, 6), np.uint8).T}
+    trainer, _ = join("t", tensors=tensors)
+    view = tensorhub.connect(server.address)
+    with pytest.raises(tensorhub.VersionUnavailable, match="no version of m yet"):
+        view.layout("m")
+    trainer.publish(7)
+    found = view.layout("m", "latest")
+    assert (found.model, found.version, found.size_bytes) == ("m", 7, 48 + 40 + 12)
+    assert found.shards == (
+        (
+            TensorView("a", "float32", (4, 3)),
+            TensorView("b", "int64", (5,)),
+            TensorView("tied", "float32", (4, 3)),
+            TensorView("t", "uint8", (6, 2)),
+        ),
+    )
+    assert not found.is_whole, "nobody said boxes"
+    assert view.layout("m", 7) == found
+    with pytest.raises(tensorhub.VersionUnavailable, match="m has no version 8"):
+        view.layout("m", 8)
+    with pytest.raises(tensorhub.VersionUnavailable, match="no model 'n' is known"):
+        view.layout("n")
+    with pytest.raises(tensorhub.UsageError, match="names no version"):
+        view.layout("m", "newest")
+
+
+def test_metadata_is_asked_of_whoever_has_the_version(server, join):
+    trainer, array = join("t", 1.0)
+    rollout, _ = join("r")
+    view = tensorhub.connect(server.address)
+    trainer.publish(1, metadata=SAID)
+    rollout.replicate("latest")
+    with trainer.mutating(version=2, metadata={"step": 8}):
+        array += 1
+    assert (view.metadata("m", 1), view.metadata("m", 2), view.metadata("m")) == (SAID, {"step": 8}, {"step": 8})
+    trainer.close()
+    rollout.update()
+    with pytest.raises(tensorhub.VersionUnavailable):
+        view.metadata("m", 1)
+
+
+def test_a_manifest_with_another_root_is_not_believed(server, join, monkeypatch):
+    """Its holder lies, or has other content."""
+    trainer, _ = join("t", 1.0)
+    trainer.publish(1, metadata=SAID)
+    describe = descriptions.wait_for_description
+
+    async def otherwise(*arguments):
+        found, layout = await describe(*arguments)
+        return replace(found, root="0" * 32), layout
+
+    monkeypatch.setattr(descriptions, "wait_for_description", otherwise)
+    with pytest.raises(tensorhub.SourceLost, match="has shown the manifest of something else"):
+        tensorhub.connect(server.address).metadata("m")
+
+
+def test_a_wrong_token_learns_nothing():
+    running = tensorhub.serve(token="secret")
+    with running as server, tensorhub.open("m", replica="t", server=server.address, token="secret") as trainer:
+        trainer.register({"w": np.zeros(10)})
+        trainer.publish(1, metadata=SAID)
+        assert tensorhub.connect(server.address, token="secret").metadata("m") == SAID
+        for ask in ("layout", "metadata"):
+            with pytest.raises(tensorhub.Refused):
+                getattr(tensorhub.connect(server.address), ask)("m")

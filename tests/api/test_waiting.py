@@ -1,6 +1,5 @@
 """`next_version` and `wait_held`: a trainer that goes on where another one died, and one that does not run ahead."""
 
-import asyncio
 import threading
 import time
 
@@ -8,7 +7,6 @@ import pytest
 
 import tensorhub
 from runtime.kit import in_threads
-from tensorhub import aio
 
 
 def test_the_next_number_is_above_all_that_were_taken(server, join):
@@ -40,14 +38,6 @@ def test_a_restarted_trainer_is_refilled_and_goes_on(server, join):
     with again.mutating(version=number):
         array += 1
     assert rollout.update("latest") == number == 4
-
-
-def test_the_next_number_of_a_server_that_is_away(server):
-    server.close()
-    began = time.monotonic()
-    with pytest.raises(tensorhub.ServerUnreachable, match="no reference server at"):
-        tensorhub.connect(server.address).next_version("m", timeout=0.5)
-    assert time.monotonic() - began < 3
 
 
 def test_no_time_at_all_is_a_mistake_with_a_way_out(join):
@@ -113,42 +103,6 @@ def test_a_fraction_that_is_none(join, fraction):
     trainer, _ = join("t", 1.0)
     with pytest.raises(tensorhub.UsageError, match="is not a number from 0 to 1"):
         trainer.wait_held(1, fraction)
-
-
-def test_only_a_number_can_be_waited_for(join):
-    trainer, _ = join("t", 1.0)
-    with pytest.raises(tensorhub.UsageError, match="needs a version number"):
-        trainer.wait_held("latest")
-    trainer.close()
-    with pytest.raises(tensorhub.Closed):
-        trainer.wait_held(1)
-
-
-def test_sixty_four_that_ask_the_same(server, join):
-    """Each of them gets the answer."""
-    trainer, _ = join("t", 1.0)
-    rollout, _ = join("r")
-    trainer.publish(1)
-    rollout.replicate("latest")
-
-    def step():
-        with trainer.mutating(version=2):
-            pass
-        rollout.update("latest")
-
-    async def ask():
-        async with await aio.open("m", replica="asks", server=server.address) as weights:
-            waiting = [asyncio.ensure_future(weights.wait_held(2, timeout=10)) for _ in range(64)]
-            await asyncio.to_thread(step)
-            return await asyncio.gather(*waiting)
-
-    assert asyncio.run(ask()) == [("r",)] * 64
-
-
-def test_the_view_as_coroutines(server, join):
-    trainer, _ = join("t", 1.0)
-    trainer.publish(4)
-    assert asyncio.run(aio.connect(server.address).next_version("m")) == 5
 
 
 def test_a_number_that_is_yet_to_be_published_is_waited_for(join):

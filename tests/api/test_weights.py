@@ -2,11 +2,8 @@
 
 import gc
 import logging
-import subprocess
-import sys
 import threading
 from collections import Counter
-from queue import Queue
 
 import numpy as np
 import pytest
@@ -14,7 +11,6 @@ import pytest
 import tensorhub
 from runtime.kit import eventually, in_threads, within
 from tensorhub.memory.room import Room
-from tensorhub.runtime.copies import HostCopies
 from tensorhub.runtime.driver import AFTER_DEADLINE_S
 from tensorhub.server.versions import VersionRecord
 
@@ -37,16 +33,6 @@ def test_a_step_of_training_reaches_the_rollouts(join):
         assert weights.update("latest") == 2  # nothing newer: nothing is read
     received = sum(weights.statistics()["received_bytes"] for weights, _ in rollouts)
     assert received == 2 * 3 * source.nbytes
-
-
-def test_a_publisher_prepares_a_host_copy_and_a_reader_does_not(join, monkeypatch):
-    prepared = []
-    monkeypatch.setattr(HostCopies, "prepare", lambda copies, registration: prepared.append(copies.me.replica))
-    trainer, _ = join("t")
-    rollout, _ = join("r")
-    trainer.publish(1)
-    rollout.replicate("latest")
-    assert prepared == ["t"]
 
 
 @pytest.mark.parametrize("verb", ["replicate", "update"])
@@ -141,21 +127,6 @@ def test_what_is_closed_holds_no_memory_though_somebody_holds_it(join):
     assert (data.registration, data.content, data.incoming, data.vacated) == (None, None, None, None)
 
 
-def test_torch_state_dicts_are_filled_in_place(server):
-    torch.manual_seed(1)
-    ours, theirs = torch.nn.Linear(30, 20).bfloat16(), torch.nn.Linear(30, 20).bfloat16()
-    with (
-        tensorhub.open("lin", replica="t", server=server.address) as trainer,
-        tensorhub.open("lin", replica="r", server=server.address) as rollout,
-    ):
-        trainer.register(ours.state_dict())
-        rollout.register(theirs.state_dict())
-        trainer.publish(0)
-        rollout.replicate()
-        assert torch.equal(ours.weight, theirs.weight)
-        assert torch.equal(ours.bias, theirs.bias)
-
-
 def test_a_model_of_nothing_can_be_published(join):
     trainer, _ = join("t", tensors={"empty": np.zeros((0, 3))})
     reader, _ = join("r", tensors={"empty": np.zeros((0, 3))})
@@ -185,34 +156,6 @@ def test_what_was_replicated_outlives_its_publisher(join):
     assert second.replicate("latest", timeout=10) == 4
     assert (array == source).all()
     assert second.statistics()["bytes_by_source"] == {"r1": source.nbytes}
-
-
-def test_unpublish_moves_a_slow_readers_source_and_returns(join):
-    """The reader goes on from the other holder: nothing it has is read again."""
-    trainer, source = join("t", 1.0, size=5_000_000, chunk_bytes="64KiB")
-    trainer.publish(1)
-    relay, _ = join("r1", size=5_000_000)
-    relay.replicate()
-    reader, array = join("r2", size=5_000_000)
-    reading = threading.Thread(target=reader.replicate)
-    reading.start()
-    trainer.unpublish(timeout=10)
-    source[:] = -1  # ours again: the reader must not see this
-    reading.join(10)
-    assert not reading.is_alive()
-    assert (array == 1.0).all()
-    assert reader.statistics()["received_bytes"] <= array.nbytes + (64 << 10) * 8
-
-
-def test_an_error_in_a_mutating_block_publishes_nothing(join):
-    trainer, _ = join("t", 1.0)
-    trainer.publish(1)
-    with pytest.raises(ZeroDivisionError), trainer.mutating(version=2):
-        raise ZeroDivisionError
-    assert trainer.version is None
-    with trainer.mutating(version=2):
-        pass
-    assert trainer.version == 2
 
 
 def test_what_this_process_has_open_already_is_said_so(join, server):
@@ -268,20 +211,6 @@ def test_what_has_no_room_to_fetch_ahead_is_told_so(join, caplog, host_bytes):
     with pytest.raises(tensorhub.UsageError, match=f"would never find a version.*; host_bytes is {host_bytes} B"):
         rollout.update("prefetched")
     assert rollout.update() == 1
-
-
-def test_who_asks_to_fetch_ahead_without_room_is_told_so(join, caplog):
-    trainer, _ = join("t", 1.0)
-    trainer.publish(1)
-    rollout, _ = join("r", prefetch="never", host_bytes=0)
-    rollout.replicate()
-    with pytest.raises(tensorhub.UsageError, match="call prefetch"):
-        rollout.update("prefetched")
-    assert "fetches nothing ahead" not in caplog.text
-    rollout.prefetch()
-    assert "fetches nothing ahead" in caplog.text
-    with pytest.raises(tensorhub.UsageError, match="; host_bytes is 0 B"):
-        rollout.update("prefetched")
 
 
 def test_the_siblings_of_who_has_no_room_to_fetch_ahead_hear_why_they_wait(join):
@@ -402,19 +331,6 @@ def test_of_tensors_that_share_a_chunk_check_says_that_at_least_one_was_changed(
     assert said().startswith("these tensors were changed since: 'big', 'embed', 'head'; at least")
 
 
-def test_of_many_changed_chunks_that_tensors_share_a_few_are_named(join):
-    tensors = {f"w{i}": np.zeros(300, np.uint8) for i in range(140)}  # four in each chunk of 1000 B: none has one alone
-    trainer, _ = join("t", tensors=tensors, chunk_bytes=1000)
-    trainer.publish(1)
-    for each in tensors.values():
-        each[:] = 1
-    with pytest.raises(
-        tensorhub.NotDrained, match=r"in chunk 2 .*; and at least one in each of 39 more chunks"
-    ) as caught:
-        trainer.check()
-    assert len(str(caught.value)) < 600
-
-
 def test_readers_find_out_too_and_say_so(join):
     trainer, source = join("t", 1.0)
     reader, _ = join("r")
@@ -430,57 +346,6 @@ def test_readers_find_out_too_and_say_so(join):
     trainer.unpublish()
     trainer.publish(2)
     assert reader.replicate(timeout=8) == 2  # a good version heals it
-
-
-def test_who_was_not_filled_registers_again_and_publishes_what_it_has(join):
-    trainer, source = join("t", 1.0)
-    restarted, target = join("r")
-    trainer.publish(1)
-    source[5] = 9
-    with pytest.raises(tensorhub.CorruptTransfer):
-        restarted.replicate(timeout=8)
-    target[:] = 3.0  # as from a checkpoint
-    restarted.register({"w": target})
-    with restarted.mutating(version=2):
-        target += 1
-    assert restarted.version == 2
-    assert (target == 4.0).all()
-
-
-def test_tensors_that_were_given_other_memory_are_found(server):
-    model = torch.nn.Linear(3, 3)
-    with tensorhub.open("lin", replica="t", server=server.address) as weights:
-        weights.register(dict(model.named_parameters()))
-        model.weight.data = torch.zeros(3, 3)
-        with pytest.raises(tensorhub.UsageError, match=r"no longer .*'weight'"):
-            weights.publish(1)
-        weights.register(dict(model.named_parameters()))
-        assert weights.publish(1) == 1
-        model.bias.data = torch.zeros(3)
-        with pytest.raises(tensorhub.NotDrained, match="'bias'"):
-            weights.check()
-
-
-def test_other_tensors_are_registered_once_nobody_reads_what_a_failed_call_left(join, monkeypatch):
-    """A reader behind the failed one may still be there: `register` waits for it, it does not refuse."""
-    tensors = {f"layer.{i}": np.ones(1000, dtype=np.float32) for i in range(20)}
-    trainer, _ = join("t", tensors=tensors, chunk_bytes=1000)
-    trainer.publish(1)
-    tensors["layer.19"][-1] = 2
-    rollout, _ = join("r", tensors={name: np.zeros(1000, dtype=np.float32) for name in tensors}, chunk_bytes=1000)
-    driver, held_back = rollout._aio._client.driver, Queue[int]()
-    stop_serving = driver.data.stop_serving
-    monkeypatch.setattr(driver.data, "stop_serving", held_back.put)
-    with pytest.raises(tensorhub.CorruptTransfer):
-        rollout.replicate(1, timeout=20)
-    version = held_back.get(timeout=20)
-
-    def let_go():
-        eventually(lambda: driver._awaited, "register() waits")
-        rollout._aio._thread.loop.call_soon_threadsafe(stop_serving, version)
-
-    assert in_threads(lambda: rollout.register({"v": np.zeros(3)}), let_go) == [None, None]
-    assert rollout.publish(2) == 2
 
 
 def test_other_tensors_can_be_registered_when_nothing_is_held(join):
@@ -550,31 +415,3 @@ def test_a_deadline_is_kept_and_says_what_was_waited_for(join):
     reader, _ = join("r")
     with within(1.5), pytest.raises(tensorhub.Unavailable, match=r"(?s)m/r\[0\].*0\.(3|2\d+) s"):
         reader.replicate("latest", timeout=0.3)
-
-
-@pytest.mark.processes
-def test_rollouts_in_processes_of_their_own(join, server):
-    child = """
-import sys, zlib, numpy as np, tensorhub
-array = np.zeros(50_000, dtype=np.float32)
-with tensorhub.open("m", replica=sys.argv[2], server=sys.argv[1], reliable=False) as weights:
-    weights.register({"w": array})
-    print(weights.replicate("latest"), zlib.crc32(array.tobytes()), flush=True)
-    weights.wait_for(2)
-    print(weights.update("latest"), zlib.crc32(array.tobytes()), flush=True)
-"""
-    import zlib
-
-    trainer, source = join("t", 1.0)
-    trainer.publish(1)
-    children = [
-        subprocess.Popen([sys.executable, "-c", child, server.address, f"r{i}"], stdout=subprocess.PIPE, text=True)
-        for i in range(2)
-    ]
-    first = f"1 {zlib.crc32(source.tobytes())}\n"
-    assert [process.stdout.readline() for process in children] == [first, first]
-    with trainer.mutating(version=2):
-        source += 1
-    second = f"2 {zlib.crc32(source.tobytes())}\n"
-    assert [process.stdout.readline() for process in children] == [second, second]
-    assert [process.wait(10) for process in children] == [0, 0]

@@ -5,7 +5,10 @@ import sys
 
 import pytest
 
-from .sources import ROOT, sources
+import tensorhub
+from tensorhub.protocol import errors
+
+from .sources import sources
 
 LOOK = """
 import socket, sys, threading
@@ -49,6 +52,12 @@ def test_torch_stays_away(folder: str) -> None:
 
 def test_help_is_quick() -> None:
     """The command line loads nothing of a command before it is called."""
-    if not (ROOT / "src/tensorhub/cli/main.py").exists():
-        pytest.skip("no command line yet")
     assert look(["tensorhub.cli.main"], ("torch", "aiohttp", "numpy", "matplotlib", "tests.sim")) == "[] [] []"
+
+
+def test_every_name_is_there_and_documented() -> None:
+    for name in tensorhub.__all__:
+        assert getattr(tensorhub, name).__doc__, name
+    assert set(tensorhub.__all__) <= set(dir(tensorhub))
+    assert all(getattr(tensorhub, kind.__name__) is kind for kind in errors.BY_CODE.values())
+    assert not hasattr(tensorhub, "opem")

@@ -1,13 +1,22 @@
-"""Bad input gets its own error, at once, with nothing changed, in words that name what was wrong."""
+"""Bad input gets its own error, at once, with nothing changed; numbers and names may come from numpy and enums."""
 
+import enum
 import socket
+import sys
 import threading
+from decimal import Decimal
+from fractions import Fraction
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 import tensorhub
 from runtime.kit import in_threads, within
+from tensorhub import Box
+from tensorhub.runtime.config import check_place, parse_fraction, server_settings, worker_options
+from tensorhub.runtime.questions import plain_spec
 
 AT_ONCE_S = 1.0
 
@@ -49,15 +58,6 @@ def test_a_server_that_is_not_there_is_named():
             tensorhub.open("m", replica="r", server=address, timeout=0.5)
         with within(1.5), pytest.raises(tensorhub.ServerUnreachable, match=address):
             tensorhub.connect(address, timeout=0.5).models()
-
-
-def test_something_else_at_the_servers_address_is_no_server():
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
-        address = f"127.0.0.1:{silent.getsockname()[1]}"
-        with within(1.5), pytest.raises(tensorhub.ServerUnreachable):
-            tensorhub.open("m", replica="r", server=address, timeout=0.5)
 
 
 def test_a_shard_that_is_taken(join):
@@ -162,13 +162,6 @@ def test_other_tensors_are_refused_by_name_and_nothing_is_written(join, what):
     assert not any(array.any() for array in tensors.values())
 
 
-def test_shards_that_call_different_things(join):
-    workers = [join("t", 1.0, shard=shard, shards=2)[0] for shard in range(2)]
-    results = in_threads(lambda: workers[0].publish(1, timeout=5), lambda: workers[1].unpublish(timeout=5))
-    assert [type(result) for result in results] == [tensorhub.GroupMismatch] * 2
-    assert in_threads(*(lambda w=w: w.publish(1, timeout=5) for w in workers)) == [1, 1]
-
-
 def test_a_shard_that_does_not_come(join):
     alone, _ = join("t", 1.0, shard=0, shards=2)
     with within(1.5), pytest.raises(tensorhub.DeadlineExceeded, match="shard 1 of 2"):
@@ -192,9 +185,116 @@ def test_a_shard_that_dies_fails_the_others_and_can_come_back(join, server):
     assert in_threads(*(lambda w=w: w.publish(1, timeout=5) for w in (alive, successor))) == [1, 1]
 
 
-def test_every_error_is_of_the_tree_and_names_the_worker(join):
-    weights, _ = join("t", 1.0)
-    with pytest.raises(tensorhub.TensorHubError, match="m") as caught:
-        weights.replicate(3)
-    assert caught.value.retryable
-    assert caught.value.code == "version-unavailable"
+class Number(int):
+    """An int by another name."""
+
+
+class Word(str):
+    """A text by another name."""
+
+    __slots__ = ()
+
+
+class Step(enum.IntEnum):
+    NINE = 9
+
+
+class Name(str, enum.Enum):  # noqa: UP042 - of a StrEnum str() is the text itself
+    MODEL = "m"
+    LATEST = "latest"
+
+
+@pytest.mark.parametrize("version", [Number(9), Step.NINE, np.int64(9)])
+def test_a_version_by_any_name(join, server, version):
+    weights, array = join("t", 1.0)
+    assert weights.publish(version) == 9
+    reader, _ = join("r")
+    assert reader.replicate(version) == 9
+    reader.pin(version)
+    reader.unpin(version)
+    assert reader.wait_for(version) == 9
+    assert weights.wait_held(version) == ("r",)
+    with weights.mutating(version=version + 1):
+        array += 1
+    assert reader.update(version + 1) == 10
+    assert tensorhub.connect(server.address).layout("m", version + 1).size_bytes == array.nbytes
+
+
+@pytest.mark.parametrize("model", [Word("m"), Name.MODEL])
+def test_names_and_places_by_any_name(server, model):
+    with tensorhub.open(
+        model,
+        replica=Word("t"),
+        shard=np.int64(0),
+        shards=Number(1),
+        site=np.str_("here"),
+        prefetch=np.str_("never"),
+        token=Word(""),
+        server=server.address,
+    ) as weights:
+        weights.register(
+            {np.str_("w"): np.ones((4, 4), np.float32)}, boxes={Word("w"): [Box(Word("g"), (4, 4), (0, 0), (4, 4))]}
+        )
+        assert weights.publish(1) == 1
+        with tensorhub.open_group(model, replica="g", shards=np.int64(1), server=server.address) as group:
+            group.register([{"w": np.zeros((4, 4), np.float32)}], boxes=[{"w": [Box("g", (4, 4), (0, 0), (4, 4))]}])
+            assert group.replicate("latest") == 1
+
+
+SECONDS = [
+    np.float32(5.5),
+    np.float16(5.5),
+    np.int64(5),
+    np.array(5.5),
+    torch.tensor(5.5),
+    Fraction(11, 2),
+    Decimal("5.5"),
+]
+NO_SECONDS = [np.float32("nan"), np.float64("inf"), Decimal("NaN"), Decimal("sNaN"), Fraction(10**400), np.bool_(True)]
+NO_SECONDS += [np.array([5.5]), torch.tensor(True), 5j, np.complex64(5), np.int64(0), -np.float32(1), b"5", [5]]
+
+
+def test_seconds_by_any_number(server):
+    for seconds in SECONDS:
+        with tensorhub.open("m", replica="t", server=server.address, timeout=seconds, call_timeout=seconds) as weights:
+            weights.register({"w": np.ones(4)})
+            assert weights.publish(1, timeout=seconds) == 1
+        assert server_settings({}, lease_s=seconds).lease_s == float(seconds)
+    for seconds in NO_SECONDS:
+        with pytest.raises(tensorhub.UsageError, match=r"^timeout="):
+            tensorhub.connect(server.address, timeout=seconds)
+
+
+@pytest.mark.parametrize("number", [np.int64(2), np.uint8(2), np.array(2), torch.tensor(2)], ids=repr)
+def test_counts_by_any_integer(server, number):
+    options = worker_options({}, retain=number, chunk_bytes=number, host_bytes=number)
+    assert (options.retain, options.chunk_bytes, options.host_bytes) == (2, 2, 2)
+    assert server_settings({}, most_models=number).most_models == 2
+    assert check_place("m", "r", number - 1, number) == ("m", "r", 1, 2)
+    assert plain_spec(number) == 2
+    assert parse_fraction(number / 4, "fraction") == 0.5
+
+
+@pytest.mark.parametrize(
+    ("module", "question", "patched", "says"),
+    [
+        ("gevent.monkey", "is_module_patched", ("threading", "socket", "select", "os"), "threading, socket, select"),
+        ("gevent.monkey", "is_module_patched", ("socket",), "socket"),
+        ("eventlet.patcher", "is_monkey_patched", ("thread",), "thread"),
+    ],
+)
+def test_threads_that_are_none_are_blamed_by_name(server, monkeypatch, module, question, patched, says):
+    weights = tensorhub.open("m", replica="t", server=server.address)
+    monkeypatch.setitem(sys.modules, module, SimpleNamespace(**{question: lambda name: name in patched}))
+    for ask in (
+        lambda: tensorhub.open("m", replica="r", server=server.address),
+        lambda: tensorhub.load("m@1", server=server.address),
+        lambda: tensorhub.connect(server.address),
+        tensorhub.serve,
+    ):
+        with pytest.raises(tensorhub.UsageError, match=f"has patched {says} in this process") as raised:
+            ask()
+        assert "process of its own" in raised.value.hint
+    patched = ("os", "signal", "queue", "subprocess", "time")
+    assert tensorhub.connect(server.address).models() == ["m"], "what else is patched does no harm"
+    weights.close()
