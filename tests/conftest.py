@@ -67,16 +67,6 @@ def pytest_unconfigure() -> None:
     shutil.rmtree(STATE_DIR, ignore_errors=True)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What tests with real processes have measured (`figures`), wherever they ran."""
-    reports = terminalreporter.getreports("passed") + terminalreporter.getreports("failed")
-    lines = [value for report in reports for name, value in report.user_properties if name == "line"]
-    if lines:
-        terminalreporter.section("what was measured with real processes")
-        for line in lines:
-            terminalreporter.write_line(str(line))
-
-
 @pytest.fixture
 def no_collector() -> Iterator[None]:
     """What is there in such a test is held by somebody, and what is held in a circle stays."""

@@ -1,13 +1,10 @@
-"""A server, jobs of several ranks, and what tests of integrations print at the end."""
+"""A server, and jobs of several ranks."""
 
 import pytest
 
 import tensorhub
-from processes.conftest import figures
 
 from .kit import Job
-
-__all__ = ["figures"]
 
 
 @pytest.fixture

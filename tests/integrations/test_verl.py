@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import time
 from pathlib import Path
 from unittest import mock
 
@@ -54,17 +53,14 @@ def replica(config):
 
 
 @pytest.mark.timeout(600)
-def test_rollouts_come_and_go_between_updates(config, record_property):
+def test_rollouts_come_and_go_between_updates(config):
     actors = group(verl_workers.Actor, 2, config=config)
     replicas = [replica(config) for _ in range(2)]
     manager = CheckpointEngineManager(config=config, actor_wg=actors, replicas=list(replicas))
-    took = []
 
     def update(step):
         wanted = set(actors.step())
-        began = time.monotonic()
         manager.update_weights(global_steps=step)
-        took.append(time.monotonic() - began)
         held = [each.group.held()[0] for each in manager.replicas]
         assert {digest for digest, _ in held} == wanted
         assert len(wanted) == 1
@@ -84,8 +80,6 @@ def test_rollouts_come_and_go_between_updates(config, record_property):
     for step in range(4, 7):
         update(step)
     assert len(manager.replicas) == 2
-    text = ", ".join(f"{1000 * each:.0f}" for each in took)
-    record_property("line", f"verl, 2 actors, 2 to 3 rollouts, 0.6 MB: updates took {text} ms")
 
 
 def test_who_publishes_has_to_be_certain():

@@ -5,8 +5,6 @@ own. After each version the engine's log-probabilities are as near to those of t
 own in bfloat16, and far from those of the version before.
 """
 
-import time
-
 import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM, in an environment of its own: make test-engines")
@@ -14,7 +12,6 @@ pytest.importorskip("vllm", reason="needs vLLM, in an environment of its own: ma
 from safetensors.torch import load_file
 
 import tensorhub
-from tensorhub.integrations.whole import Whole
 
 from .engines import is_reading, started, stopped
 from .kit import Job, eventually
@@ -44,7 +41,7 @@ def trainer(tmp_path, server, request):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("trainer", KINDS, indirect=True)
-def test_after_each_version_the_engine_answers_what_transformers_answers(trainer, server, start, figures, ranks):
+def test_after_each_version_the_engine_answers_what_transformers_answers(trainer, server, start, ranks):
     engine = start("rollout-0")
     engine.call("start", path=trainer.path, replica="rollout-0", server=server, ranks=ranks)
     assert engine.call("attach") == 0
@@ -68,8 +65,6 @@ def test_after_each_version_the_engine_answers_what_transformers_answers(trainer
     assert engine.call("held")[:2] == [5, "5"]
     assert engine.call("update") == 6
     trainer.check(engine)
-    line = f"vLLM, {trainer.kind}, TP{ranks}, 6 versions: {worst:.2f} times as far from float32 as transformers in"
-    figures(f"{line} bfloat16, at most; update {sorted(took_s)[2]:.2f} s (median)", worst=worst)
 
 
 def test_a_new_engine_fills_itself_from_others_and_a_trainer_that_is_gone_is_not_missed(trainer, server, start):
@@ -89,7 +84,7 @@ def test_a_new_engine_fills_itself_from_others_and_a_trainer_that_is_gone_is_not
     trainer.check(first)  # it goes on with what it has
 
 
-def test_engine_and_source_are_killed_in_mid_update(server, start, tmp_path, figures):
+def test_engine_and_source_are_killed_in_mid_update(server, start, tmp_path):
     """Two ranks train with FSDP2. An engine dies in mid-update, then the only source."""
     job = Job(2, server, tmp_path)
     try:
@@ -118,10 +113,8 @@ def test_engine_and_source_are_killed_in_mid_update(server, start, tmp_path, fig
         with stopped(job):
             asked = engine.begin("update", timeout=40)
             eventually(lambda: is_reading(server, "rollout-1"), "the engine is in mid-update")
-            began = time.monotonic()
             job.end()
             asked.join(60)
-            took_s = time.monotonic() - began
         assert asked.answer == {"value": 1}, "version 2 is lost, and the newest that there is then is what it has"
         judge.check(engine)  # version 1, as before
         assert engine.call("held")[:2] == [1, "1"]
@@ -135,7 +128,6 @@ def test_engine_and_source_are_killed_in_mid_update(server, start, tmp_path, fig
         judge.follow(again, version)
         judge.check(engine)
         again.end()
-        figures(f"vLLM: its only source killed in mid-update: it said so {took_s:.1f} s later, and answered as before")
     finally:
         job.end()
 
@@ -181,23 +173,3 @@ def test_experts_one_by_one_as_files_have_them_and_what_is_left_out(server, star
             assert found == {"value": 0}
             judge.check(engine)
         engine.end()
-
-
-def test_an_engine_whose_name_is_taken_is_told_so_and_has_nothing(trainer, server, start):
-    """One rank's name is: no rank joins. When it is free the next attach goes well, with no answer mixed up."""
-    engine = start("rollout-0")
-    engine.call("start", path=trainer.path, replica="rollout-0", server=server, ranks=2)
-    with Whole("policy", replica="rollout-0.0", server=server) as first:
-        assert first.update() == 0
-        with Whole("policy", replica="rollout-0.1", server=server) as second:
-            assert second.update() == 0
-            refused = engine.ask("attach")
-            assert refused["kind"] == "TensorHubError"
-            assert "rank 0: policy/rollout-0.0[0] is another live worker" in refused["message"]
-        assert "another live worker" in engine.ask("attach")["message"]
-        assert {each.name for each in tensorhub.connect(server).replicas("policy")} == {"trainer", "rollout-0.0"}
-    assert engine.call("attach") == 0
-    trainer.check(engine)
-    trainer.step(1)
-    assert engine.call("update") == 1
-    trainer.check(engine)

@@ -1,14 +1,12 @@
 """Who drives an engine, beside a stand-in for it: a trainer in haste, and one that has not begun."""
 
 import contextlib
-import logging
-import threading
 
 import pytest
 import torch
 
 import tensorhub
-from tensorhub.integrations import vllm, vllm_engines, whole
+from tensorhub.integrations import vllm
 from tensorhub.integrations.whole import Whole
 
 from .vllm_stand_in import StandIn
@@ -74,40 +72,6 @@ def test_an_engine_that_joins_beside_a_trainer_in_haste_gets_what_is_newest_then
     assert ("/resume", {}) in rank.calls
 
 
-def test_a_first_version_that_cannot_be_had_is_not_said_to_be_loaded_in_part(server, trainer, rank):
-    trainer(1)
-
-    rank.fetches = False
-    with pytest.raises(tensorhub.VersionUnavailable, match="could not fetch policy@1, the engine has no version"):
-        vllm.attach(rank.url, "policy", replica="r", server=server, timeout=30)
-    assert ("/resume", {}) not in rank.calls
-
-
-def test_who_waits_for_a_first_version_says_so(server, trainer, rank, monkeypatch):
-    monkeypatch.setattr(whole, "SILENT_S", 0.0)
-    said = threading.Event()
-
-    class Handler(logging.Handler):
-        def emit(self, record):
-            if "waiting for its trainer" in record.getMessage():
-                said.set()
-
-    handler = Handler()
-    logging.getLogger("vllm.tensorhub.newest").addHandler(handler)
-
-    def publishes():
-        assert said.wait(30)
-        trainer(1)
-
-    thread = threading.Thread(target=publishes)
-    thread.start()
-    try:
-        assert vllm.attach(rank.url, "policy", replica="r", server=server, timeout=30).version == 1
-    finally:
-        thread.join()
-        logging.getLogger("vllm.tensorhub.newest").removeHandler(handler)
-
-
 def test_an_engine_that_leaves_frees_its_place_at_once_and_may_come_back(server, trainer, rank):
     trainer(1)
     view = tensorhub.connect(server)
@@ -136,24 +100,6 @@ def test_a_version_that_somebody_else_of_that_name_holds_is_not_the_engines(serv
     assert rank.loaded["w"].eq(2.0).all()
 
 
-def test_what_the_server_knows_of_a_name_is_no_answer_of_the_ranks(server, trainer, rank):
-    """The rank fetches nothing, and somebody of its name holds what it was to fetch."""
-    trainer(1)
-    updater = vllm.attach(rank.url, "policy", replica="r", server=server, timeout=30)
-    trainer(2)
-
-    def is_replaced():
-        rank._whole.close(timeout=5)
-        other.update()
-
-    rank.before_fetch, rank.fetches = is_replaced, False
-    with Whole("policy", replica="r", server=server) as other:
-        with pytest.raises(tensorhub.VersionUnavailable):
-            updater.update(timeout=5)
-        assert updater.version == 1, "it computes with that, whoever has its name"
-        assert ("/update_weight_version", {"new_version": "2"}) not in rank.calls
-
-
 def test_who_has_left_loads_the_number_that_it_has_again():
     """Another job has begun anew, with another server at that address and other weights under that number."""
     with tensorhub.serve(lease_s=2.0, report_s=0.25) as first, published(first.address, 1.0):
@@ -168,12 +114,11 @@ def test_who_has_left_loads_the_number_that_it_has_again():
         rank.close()
 
 
-@pytest.mark.parametrize("call", ["/update_weight_version", "/resume"])
-def test_an_engine_that_could_not_be_told_to_go_on_is_told_again(server, trainer, rank, call):
+def test_an_engine_that_could_not_be_told_to_go_on_is_told_again(server, trainer, rank):
     trainer(1)
     updater = vllm.attach(rank.url, "policy", replica="r", server=server, timeout=30)
     trainer(2)
-    rank.fails = {call}
+    rank.fails = {"/resume"}
     with pytest.raises(tensorhub.Unavailable, match=": 500"):
         updater.update(timeout=30)
     assert rank.is_paused
@@ -181,7 +126,7 @@ def test_an_engine_that_could_not_be_told_to_go_on_is_told_again(server, trainer
     assert updater.update(timeout=30) == updater.version == 2
     assert not rank.is_paused
     trainer(3)
-    rank.fails = {call}
+    rank.fails = {"/resume"}
     with pytest.raises(tensorhub.Unavailable, match=": 500"):
         updater.update(timeout=30)
     trainer(4)
@@ -193,19 +138,18 @@ def test_an_engine_that_could_not_be_told_to_go_on_is_told_again(server, trainer
     assert [body for path, body in rank.calls if path == "/update_weight_version"][-1] == {"new_version": "3"}
 
 
-@pytest.mark.parametrize("call", ["/pause", "/finish_weight_update"])
-def test_an_update_that_came_to_nothing_is_ended_by_the_next_or_by_leaving(server, trainer, rank, call):
+def test_an_update_that_came_to_nothing_is_ended_by_the_next_or_by_leaving(server, trainer, rank):
     """vLLM begins no second update, and lets no rank leave, before it has been told to finish the first."""
     trainer(1)
     updater = vllm.attach(rank.url, "policy", replica="r", server=server, timeout=30)
     for version in (2, 3):
         trainer(version)
-        rank.fails = {call}
+        rank.fails = {"/finish_weight_update"}
         with pytest.raises(tensorhub.Unavailable, match=": 500"):
             updater.update(timeout=30)
         assert updater.update(timeout=30) == updater.version == version
     trainer(4)
-    rank.fails = {call}
+    rank.fails = {"/finish_weight_update"}
     with pytest.raises(tensorhub.Unavailable, match=": 500"):
         updater.update(timeout=30)
     updater.close()
@@ -279,18 +223,3 @@ def published(server, number):
         weights.register({"w": torch.full((64,), number)}, boxes={})
         weights.publish(0)
         yield
-
-
-def test_a_load_that_reads_in_place_has_the_time_of_its_update(server, trainer, rank, monkeypatch):
-    waits = {}
-
-    def noted(engine, request, wait_s, ask=vllm_engines.Server._ask):
-        waits[request.full_url.rpartition("/")[2]] = wait_s
-        return ask(engine, request, wait_s)
-
-    monkeypatch.setattr(vllm_engines.Server, "_ask", noted)
-    trainer(1)
-    with vllm.attach(rank.url, "policy", replica="rollout-0", server=server) as updater:
-        trainer(2)
-        assert updater.update(timeout=900) == 2
-    assert waits["finish_weight_update"] > 890

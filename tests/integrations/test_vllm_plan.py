@@ -160,15 +160,6 @@ def test_experts_are_stacked_in_the_parameter(rank, stacked):
     assert len(plan.boxes["w13"]) == (2 if stacked else 2 * experts)
 
 
-def test_what_is_copied_in_rows_is_one_box():
-    def load(model, tensor):
-        for at, row in enumerate(tensor.unbind()):
-            model.rows.data[at].copy_(row)
-
-    plan = check(Model({"rows": load}, rows=(3, 4, 5)), {"rows": numbered(rows=(3, 4, 5))["rows"] + 1})
-    assert len(plan.boxes["rows"]) == 1
-
-
 def test_heads_that_alternate_are_boxes_of_their_own():
     """Three kinds of heads in turn in what is published, one kind after the other in the parameter."""
 
@@ -249,21 +240,6 @@ def test_another_dtype_is_refused_by_name():
         planned(model, named(numbered(w=(4, 4))))
 
 
-def test_parameters_that_gave_up_their_memory_are_refused_by_name():
-    model = Model({"w": whole("w")}, w=(4, 4), packed=(0,))
-    with pytest.raises(tensorhub.UsageError, match="'packed' cannot be read in place: vLLM computes with a processed"):
-        planned(model, named(numbered(w=(4, 4))))
-
-
-def test_what_is_changed_after_it_was_copied_is_a_plain_copy():
-    def load(model, tensor):
-        model.w.data.copy_(tensor)
-        tensor.zero_()
-
-    plan = planned(Model({"w": load}, w=(4, 4)), named(numbered(w=(4, 4))))
-    assert len(plan.boxes["w"]) == 1
-
-
 def test_what_is_copied_twice_is_counted_once():
     """One expert comes through two views of other shapes, and nothing comes to the other."""
 
@@ -281,21 +257,6 @@ def test_what_is_copied_twice_is_counted_once():
     published = [SimpleNamespace(name=name, shape=(4, 4), dtype="float32") for name in ("flat", "square")]
     with pytest.raises(tensorhub.UsageError, match="16 of its 32 elements come from what is published"):
         planned(Experts(), published)
-
-
-def test_regions_that_interleave_are_counted_as_what_they_are():
-    class Columns(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w = torch.nn.Parameter(torch.zeros(4, 6), requires_grad=False)
-
-        def load_weights(self, weights):
-            for name, tensor in weights:
-                self.w.data[:, int(name) :: 2].copy_(tensor)
-
-    published = [SimpleNamespace(name=name, shape=(4, 3), dtype="float32") for name in "01"]
-    plan = planned(Columns(), published)
-    assert sum(box.size[0] * (box.size[1] if len(box.size) > 1 else 1) for box in plan.boxes["w"]) == 24
 
 
 RELOAD = Reload(lambda: True, {}, frozenset())
@@ -352,9 +313,3 @@ def test_a_reload_may_compute_and_cast_and_leaves_nothing_out(load, missing):
             refuse_unused(named(published), (), taken)
     else:
         refuse_unused(named(published), (), taken)
-
-
-def test_two_tensors_for_one_parameter_are_refused_by_a_reload():
-    published = numbered(a=(4, 6), b=(4, 6))
-    with pytest.raises(tensorhub.UsageError, match="'a' and 'b' are loaded into the same part of it"):
-        ranks_of(published, {"a": whole("w"), "b": whole("w")})

@@ -105,56 +105,9 @@ def test_what_a_loader_copies_by_itself_is_lost_and_refused_by_name(reload, load
         reload(some, load_format)
 
 
-@pytest.mark.parametrize("load_format", ["dummy", "auto"])
-def test_a_layer_to_which_nothing_comes_is_refused_by_name(reload, load_format):
-    """Also where it has been loaded from a file before: those are the weights of another version."""
-
-    def some(parameter, tensor, name):
-        if name.startswith("first"):
-            as_vllm_does(parameter, tensor, name)
-
-    with pytest.raises(tensorhub.UsageError, match=r"'second.other' cannot be loaded: 0 of its 4 .*; so it is with 1"):
-        reload(some, load_format)
-
-
-def test_what_has_its_memory_may_be_copied_by_the_loader_itself(reload):
-    """vLLM leaves their memory to parameters of some names."""
-
-    class Biased(Model):
-        def __init__(self, load):
-            super().__init__(load)
-            for layer in (self.first, self.second):
-                layer.bias = layer.other
-                del layer.other
-
-        def get_parameter(self, name):
-            return super().get_parameter(name.replace("other", "bias"))
-
-    def load(parameter, tensor, name):
-        (as_vllm_does if parameter.is_meta else directly)(parameter, tensor, name)
-
-    model, _ = reload(load, kind=Biased)
-    assert {name: parameter[0].item() for name, parameter in model.named_parameters()} == {
-        "first.weight": 0.0,
-        "first.bias": 1.0,
-        "second.weight": 2.0,
-        "second.bias": 3.0,
-    }
-
-
 def test_all_that_is_loaded_as_vllm_wants_it_is_there(reload):
     model, way = reload(as_vllm_does)
     check(model)
-    way.load(0)
-    check(model)
-
-
-def test_what_has_been_loaded_before_is_judged_anew(reload):
-    """vLLM leaves marks of its last reload."""
-    model, way = reload(as_vllm_does)
-    way.close(5.0)
-    way.published = None
-    way.fetch(0, 30.0)
     way.load(0)
     check(model)
 

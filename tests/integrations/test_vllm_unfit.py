@@ -155,14 +155,10 @@ TABLE = [
         "qwen2",
         {
             **DENSE,
-            "bias": (without("layers.1.self_attn.v_proj.bias"), "no 'model.layers.1.self_attn.v_proj.bias'"),
             "biases": (without(".bias"), "has no 'model.layers.0.self_attn.q_proj.bias'"),
-            "norm": (without("model.norm.weight"), "no 'model.norm.weight'"),
-            "head": (without("lm_head.weight"), "no 'lm_head.weight'"),
             "vocabulary": (twice(0, "embed_tokens.weight", "lm_head.weight"), "'lm_head.weight' of shape [252, 128]"),
             "integers": (lambda tensors: {n: t.to(torch.int8) for n, t in tensors.items()}, "int8"),
             "more": (more("value_head.weight", 1, 128), "'value_head.weight'"),
-            "layer": (more("model.layers.2.input_layernorm.weight", 128), "'model.layers.2.input_layernorm.weight'"),
         },
     ),
     *rows("qwen2", DENSE, ranks=2),
@@ -171,18 +167,12 @@ TABLE = [
         {
             "q_norm": (without("layers.0.self_attn.q_norm.weight"), "no 'model.layers.0.self_attn.q_norm.weight'"),
             "untied": (more("lm_head.weight", 126, 128), "'lm_head.weight'"),
-            "heads": (KV, "self_attn.k_proj.weight'"),
         },
     ),
     *rows(
         "mixtral",
         {
             "expert": (without("layers.1.block_sparse_moe.experts.3.w3.weight"), "experts.routed_experts.w13_weight'"),
-            "gate": (
-                without("layers.0.block_sparse_moe.gate.weight"),
-                "no 'model.layers.0.block_sparse_moe.gate.weight'",
-            ),
-            "wider": (together(twice(0, "w1.weight", "w3.weight"), twice(1, "w2.weight")), "experts."),
             "experts": (
                 lambda tensors: {
                     **tensors,
@@ -194,31 +184,19 @@ TABLE = [
     ),
     *rows(
         "gpt_neox",
-        {
-            "bias": (without("layers.0.attention.query_key_value.bias"), "layers.0.attention.query_key_value.bias'"),
-            "fused": (
-                without("layers.1.attention.query_key_value.weight"),
-                "layers.1.attention.query_key_value.weight'",
-            ),
-            "wider": (twice(0, "dense_h_to_4h.weight", "dense_h_to_4h.bias"), "dense_h_to_4h."),
-        },
+        {"fused": (without("layers.1.attention.query_key_value.weight"), "layers.1.attention.query_key_value.weight'")},
     ),
     *rows(
         "w8a8",
         {
             "bfloat16": (lambda _: None, "is published as bfloat16"),
-            "scale": (
-                without("layers.0.mlp.down_proj.weight_scale"),
-                "no 'model.layers.0.mlp.down_proj.weight_scale'",
-            ),
+            "scale": (without("0.mlp.down_proj.weight_scale"), "no 'model.layers.0.mlp.down_proj.weight_scale'"),
         },
     ),
     *rows(
         "llama",
         {
             "k_proj": DENSE["k_proj"],
-            "wider": DENSE["wider"],
-            "heads": DENSE["heads"],
             "untied": (more("lm_head.weight", 126, 128), "'lm_head.weight'"),
             "float32": (of(torch.float32), 'dtype="bfloat16"'),
         },

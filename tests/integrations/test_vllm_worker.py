@@ -93,13 +93,6 @@ def test_a_driver_that_finds_an_engine_with_a_version_leaves_it_that(server, pub
     assert llm.model.forward() == 1
 
 
-def test_a_rank_in_place_may_be_one_to_rely_on(server, publish, make):
-    publish(1, w=torch.ones(4, 4))
-    with attach(make(w=(4, 4)), server, in_place=True, reliable=True):
-        (replica,) = (each for each in tensorhub.connect(server).replicas("policy") if each.name == "rollout-0")
-        assert replica.workers[0].reliable
-
-
 ONES = {"w": torch.ones(4, 4), "v": torch.ones(2)}
 
 

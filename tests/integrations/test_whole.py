@@ -1,4 +1,4 @@
-"""A model in whole tensors in one process, and what is said where that cannot be."""
+"""A model in whole tensors in one process, and a copy in host memory that is published."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -8,6 +8,7 @@ import torch
 
 import tensorhub
 from tensorhub import Box
+from tensorhub.integrations.state_dicts import StagedPublisher
 from tensorhub.integrations.whole import Whole
 
 
@@ -108,17 +109,6 @@ def test_it_waits_for_a_first_version_and_holds_none_before(server, publish):
         assert torch.equal(dict(whole)["w"], torch.ones(4))
 
 
-def test_a_closed_one_begins_anew(server, publish):
-    publish(1, ONE)
-    whole = Whole("policy", replica="rollout-0", server=server)
-    whole.close()
-    assert whole.update() == 1
-    whole.close()
-    assert whole.version is None
-    assert whole.update() == 1
-    whole.close()
-
-
 def test_what_cannot_join_leaves_nothing_behind(server, publish):
     publish(1, halves())
     taken = tensorhub.open("policy", replica="rollout-0", server=server)
@@ -140,3 +130,53 @@ def test_tied_tensors_share_memory(server, publish):
         found = dict(whole)
     assert torch.equal(found["head"], both)
     assert found["head"].data_ptr() == found["embed"].data_ptr()
+
+
+@pytest.fixture
+def publisher(server):
+    made = []
+
+    def make(**options):
+        made.append(StagedPublisher("policy", replica="trainer", server=server, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def model(step):
+    return {
+        "weight": torch.full((3,), step + 0.5),
+        "half": torch.full((3,), step + 0.5, dtype=torch.float16),
+        "ids": torch.arange(1001, 1004) + step,
+        "most": torch.tensor([2**31 - 1], dtype=torch.int32),
+        "flags": torch.tensor([True, False]),
+        "turn": torch.tensor([1 + 2j]),
+    }
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_only_floating_point_numbers_are_cast(publisher, server, dtype):
+    trainer = publisher(dtype=dtype)
+    for step in (0, 1):  # the first makes the copies, all others fill them
+        wanted = model(step)
+        trainer.publish(iter(wanted.items()))
+        found = tensorhub.load(f"policy@{step}", server=server)
+        assert sorted(found) == sorted(wanted)
+        for name, tensor in wanted.items():
+            floats = dtype is not None and name in ("weight", "half")
+            assert found[name].dtype == (dtype if floats else tensor.dtype), name
+            assert torch.equal(found[name], tensor.to(found[name].dtype)), name
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_tensor_of_another_dtype_than_the_first_time_is_refused_by_name(publisher, server, dtype):
+    trainer = publisher(dtype=dtype)
+    trainer.publish(iter(model(0).items()))
+    changed = {**model(1), "ids": torch.full((3,), 1.75)}
+    with pytest.raises(tensorhub.UsageError, match=r"tensor 'ids' is torch.float32 now, and was torch.int64"):
+        trainer.publish(iter(changed.items()))
+    assert trainer.version is None, "half of another version is in its tensors"
+    assert trainer.publish(iter(model(1).items())) == 1
+    assert tensorhub.load("policy@1", server=server)["ids"].tolist() == [1002, 1003, 1004]

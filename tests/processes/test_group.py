@@ -37,6 +37,7 @@ def test_one_shard_is_killed_in_mid_update_and_the_other_is_told_and_tries_again
     cluster.judge(whole, 2)
 
 
+@pytest.mark.long
 def test_one_shard_of_the_trainer_is_killed_while_it_publishes(start):
     """Nobody may get a version of which one shard was never published; the trainer comes back with a higher one."""
     cluster = start()

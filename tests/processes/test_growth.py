@@ -29,6 +29,7 @@ def of_process(process):
     return {**counts, "private_bytes": private_bytes}
 
 
+@pytest.mark.long
 def test_nothing_grows_over_many_updates_of_three_models(start):
     cluster = start(shards=1, shard_bytes=5 * MIB + 8)
     pairs = {model: cluster.replicas("trainer", "rollout", model=model) for model in MODELS}

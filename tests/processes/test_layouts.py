@@ -39,7 +39,7 @@ def test_a_trainer_is_killed_while_a_replica_of_another_layout_reads(transports)
     target, started = np.zeros(SHAPE, np.float32), []
     with tensorhub.serve(lease_s=8, report_s=0.2) as server:
         try:
-            for cut in (("trainer", 0, 4, "publish"), ("engine", 1, 2, "replicate")):
+            for cut in (("trainer", 0, 2, "publish"), ("engine", 1, 2, "replicate")):
                 started.append(Forked(program(BEFORE + CUT), [server.address, *cut]))
                 assert json.loads(started[-1].stdout.readline()) == {"version": 1}
             view = tensorhub.connect(server.address)

@@ -72,6 +72,7 @@ def join(replica, size_mib, **options):
 """
 
 
+@pytest.mark.long
 def test_600_mib_of_weights_in_a_container_of_1_gib(server, container):
     """`unpublish` of the only copy is refused; once another reliable replica has it, it succeeds."""
     story = """
@@ -103,6 +104,7 @@ say(limit=weights.statistics()["host_bytes_limit"], again=error_of(weights.unpub
     assert "WARNING:tensorhub.runtime.copies" in ended.log
 
 
+@pytest.mark.long
 def test_what_is_fetched_ahead_is_not_fetched_where_there_is_no_room(server, container):
     """And an update, which needs none, goes on."""
     story = """

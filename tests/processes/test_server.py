@@ -59,6 +59,7 @@ def test_calls_on_a_server_that_stands_still_end_by_their_deadline(start):
     cluster.judge(reader, 2)
 
 
+@pytest.mark.long
 def test_the_server_is_restarted_three_times_in_a_row_while_versions_go_on(start):
     """`latest` never goes backwards, no number is used twice, and everybody ends with the newest."""
     cluster = start()

@@ -188,6 +188,7 @@ def test_a_source_that_hardly_runs_is_left_for_an_idle_one(start, way):
     assert read_again(target) <= STREAMS
 
 
+@pytest.mark.long
 def test_a_source_that_has_forked_is_killed_and_left_at_once(start):
     """Its children live on, and keep no connection open."""
     cluster = start(lease_s=20)

@@ -43,6 +43,7 @@ def test_a_trainer_that_closes_at_once_leaves_its_version_with_a_spot_rollout(st
     cluster.judge(spot, 1)
 
 
+@pytest.mark.long
 def test_a_rollout_that_is_killed_is_waited_for_until_its_lease_ends(start):
     cluster = start(lease_s=3)
     trainer, quick, dead = cluster.replicas("trainer", "quick", "dead")
