@@ -140,7 +140,6 @@ FORGET = {
     "one that its module knows": lambda server: Trainer(server) and None,
     "one of aio": forget_one_of_a_loop_of_its_own,
     "a group": lambda server: tensorhub.open_group("m", replica="gone", shards=2, server=server.address) and None,
-    "a set": lambda server: tensorhub.open_set(["m", "n"], replica="gone", server=server.address) and None,
 }
 
 

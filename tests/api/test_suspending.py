@@ -167,27 +167,6 @@ def test_masters_are_cast_from_where_they_are_then(join):
     assert (filled.weight == 5.0).all()
 
 
-@pytest.fixture
-def several(server):
-    """`several(kind)` opens a group or a set, with masters; returns it."""
-    opened = []
-
-    def joined(kind):
-        tensors = {name: {"w": np.ones(1000, np.float32)} for name in ("a", "b")}
-        if kind == "group":
-            found = tensorhub.open_group("m", replica="t", shards=2, server=server.address)
-            found.register(list(tensors.values()), dtype="float16")
-        else:
-            found = tensorhub.open_set(list(tensors), replica="t", server=server.address)
-            found.register(tensors, dtype="float16")
-        opened.append(found)
-        return found
-
-    yield joined
-    for each in opened:
-        each.close(timeout=3)
-
-
 def test_what_a_failed_fill_has_spoiled_stays_so_while_it_sleeps(join):
     trainer, source = join("t", 1.0)
     trainer.publish(1)
