@@ -13,9 +13,6 @@ import typer
 from ..protocol.errors import TensorHubError, printable
 from ..transport.threads import scope
 
-# --- Numbers as people read them: sizes, rates, spans of time, lists of shards.
-
-
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -68,9 +65,6 @@ def some_text(names: Sequence[str], most: int) -> str:
     return shown if len(names) <= most else f"{shown} and {len(names) - most:,} more"
 
 
-# --- Numbers that a command takes: its help and its error name the least and the most.
-
-
 def between(least: float, most: float, *, help: str, show_default: str | bool = True) -> Any:
     """An option for a number of that range, if one is given. Infinity and nan are outside."""
 
@@ -80,9 +74,6 @@ def between(least: float, most: float, *, help: str, show_default: str | bool = 
         return value
 
     return typer.Option(help=f"{help} From {least:,} to {most:,}.", show_default=show_default, callback=check)
-
-
-# --- The standard streams by their descriptors: one that is closed, or that takes nothing more, leads nowhere.
 
 
 def descriptor_of(stream: TextIO | None) -> int | None:
@@ -106,12 +97,6 @@ def lead_nowhere(descriptor: int | None) -> None:
     if descriptor is not None:
         with suppress(OSError), open(os.devnull, "wb") as nothing:
             os.dup2(nothing.fileno(), descriptor)
-
-
-# --- How a command that draws on a terminal leaves it: as it was, also where a signal ends the command.
-#
-# SIGTERM and SIGHUP end a program at once. What it would have undone, such as a cursor that is hidden, then stays.
-# It must never: interrupt a display that starts or stops, or end a program whose caller has it ignore a signal.
 
 
 LEAVING = (signal.SIGTERM, signal.SIGHUP)  # SIGINT is a KeyboardInterrupt anyway
@@ -168,12 +153,6 @@ class _Leave:
         self.is_held = self._number != 0  # the first one ends the program, and no other disturbs that
         if self._number:
             raise SystemExit(BY_SIGNAL + self._number)
-
-
-# --- What a user sees when a command fails: one line that says what, one that says what to do, and exit status 1.
-#
-# Errors of the tree are shown so, and that standard output takes no more. Anything else is a defect, and keeps its
-# traceback.
 
 
 class ErrorsAreLines(typer.Typer):

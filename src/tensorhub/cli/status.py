@@ -23,10 +23,6 @@ from ..protocol.status import CallView, ModelView, ReplicaView, Status, Transfer
 from ..transport.base import scheme_of
 from .output import count_text, plain_text, shards_text, shown, size_text, some_text, time_text
 
-# --- What the lines of the status table are: shards of a replica that say the same become one line.
-#
-# A replica of 64 shards that all hold version 7 is one line; the one shard that lags behind is a line of its own.
-
 
 @dataclass(frozen=True)
 class Row:
@@ -72,13 +68,7 @@ def _are_alike(row: Row, other: Row) -> bool:
     a, b = row.worker, other.worker
     if a is None or b is None:
         return a is b
-    return (a.state, a.version, a.connected, a.reliable, a.site) == (
-        b.state,
-        b.version,
-        b.connected,
-        b.reliable,
-        b.site,
-    )
+    return all(getattr(a, name) == getattr(b, name) for name in ("state", "version", "connected", "reliable", "site"))
 
 
 def _together(row: Row, more: Row) -> Row:
@@ -105,48 +95,9 @@ def _merged(a: WorkerView, b: WorkerView, received: dict[str, int]) -> WorkerVie
     return WorkerView(**fields)
 
 
-@dataclass(frozen=True)
-class Progress:
-    """Where one read stood when it was last seen to move, and how fast it had come there."""
-
-    done_bytes: float
-    at_s: float
-    rate_bytes_per_s: float | None = None  # None: it has not been seen to move
-
-
-def progress_after(before: dict[int, Progress], status: Status, now_s: float) -> dict[int, Progress]:
-    """How far every read is, by ticket, once this picture has been seen too."""
-    return {read.ticket: _moved(before.get(read.ticket), bytes_done(read), now_s) for read in status.transfers}
-
-
-def _moved(then: Progress | None, done_bytes: float, now_s: float) -> Progress:
-    if then is None:
-        return Progress(done_bytes, now_s)
-    if done_bytes == then.done_bytes or now_s <= then.at_s:
-        return then
-    return Progress(done_bytes, now_s, max(0.0, (done_bytes - then.done_bytes) / (now_s - then.at_s)))
-
-
-def rates_of(progress: dict[int, Progress], now_s: float, *, fresh_s: float) -> dict[int, float]:
-    """Bytes per second of each read that has moved within the last `fresh_s`, by ticket."""
-    return {
-        ticket: read.rate_bytes_per_s
-        for ticket, read in progress.items()
-        if read.rate_bytes_per_s is not None and now_s - read.at_s <= fresh_s
-    }
-
-
 def bytes_done(transfer: Transfer) -> float:
     """What the target has of the version, as far as chunks tell."""
     return transfer.size_bytes * transfer.done / transfer.chunks if transfer.chunks else 0.0
-
-
-# --- The reference server's picture of itself as a table for a terminal. Values in, something that rich can print
-# out.
-#
-# For each model: which versions there are and who has them, then a line for each replica and its shards: what it has,
-# what it is doing, whom it reads from and why from there. Wider terminals also see leases, where workers are, and where
-# their bytes came from: as much of that as fits on one line.
 
 
 T = TypeVar("T")
@@ -169,16 +120,15 @@ def draw_status(
     model: str = "",
     width: int = 80,
     bars: bool = False,
-    rates: dict[int, float] | None = None,
 ) -> RenderableType:
-    """The whole picture, or that of one model. `bars` draws progress as bars; `rates` (bytes/s) are by ticket."""
+    """The whole picture, or that of one model. `bars` draws progress as bars."""
     status = _plain(status)
     parts: list[RenderableType] = [_Words(_heading(status, server))]
     if not status.models:
         what = f"No model {model!r} yet: a worker that opens it" if model else "No model yet: a worker that opens one"
         parts.append(Text(f"\n{what} against this server appears here.", style="dim"))
     for each in status.models:
-        parts += [Text(""), *_model(status, each, width, bars, rates or {})]
+        parts += [Text(""), *_model(status, each, width, bars)]
     return Group(*parts)
 
 
@@ -215,10 +165,7 @@ def _heading(status: Status, server: str) -> Text:
     return text
 
 
-# --- one model --------------------------------------------------------------------------------------------------------
-
-
-def _model(status: Status, model: ModelView, width: int, bars: bool, rates: dict[int, float]) -> list[RenderableType]:
+def _model(status: Status, model: ModelView, width: int, bars: bool) -> list[RenderableType]:
     facts = f"  {_latest(model)}, {count_text(model.shards, 'shard')}, {size_text(model.size_bytes)}"
     title = Text.assemble((model.name, "bold"), facts)
     parts: list[RenderableType] = [_Words(title), *_versions(model)]
@@ -230,7 +177,7 @@ def _model(status: Status, model: ModelView, width: int, bars: bool, rates: dict
         for replica in model.replicas
         for number, row in enumerate(rows_of(replica, transfers))
     ]
-    return [*parts, _table(lines, width, bars, rates)]
+    return [*parts, _table(lines, width, bars)]
 
 
 def _latest(model: ModelView) -> str:
@@ -281,9 +228,6 @@ def _some(names: Sequence[str], cut_off: Collection[str]) -> str:
     return some_text([f"{name} (cut off)" if name in cut_off else name for name in names], MAX_NAMES)
 
 
-# --- the table --------------------------------------------------------------------------------------------------------
-
-
 class _Line(NamedTuple):
     """Shards of one replica that say the same."""
 
@@ -305,8 +249,8 @@ class _Words:
             yield part._replace(text=part.text.replace(NO_BREAK, " "))
 
 
-def _table(lines: Sequence[_Line], width: int, bars: bool, rates: dict[int, float]) -> Table:
-    does = [_does(line, rates) for line in lines]
+def _table(lines: Sequence[_Line], width: int, bars: bool) -> Table:
+    does = [_does(line) for line in lines]
     columns: dict[str, list[Text]] = {
         "replica": [_name(line) for line in lines],
         "shard": [Text(shards_text(line.row.shards)) for line in lines],
@@ -350,7 +294,7 @@ def _width(header: str, cells: Sequence[Text]) -> int:
     return max([cell_len(header), *(cell.cell_len for cell in cells)])
 
 
-def _does(line: _Line, rates: dict[int, float]) -> list[Text]:
+def _does(line: _Line) -> list[Text]:
     does = list[Text]()
     replica, worker = line.replica, line.row.worker
     is_heard = worker is not None and worker.connected
@@ -360,7 +304,7 @@ def _does(line: _Line, rates: dict[int, float]) -> list[Text]:
         does.append(doing)
     if line.is_first and (claims := sorted({each.claim for each in replica.workers if each.claim is not None})):
         does.append(Text(f"is to publish {', '.join(map(str, claims))}", style="cyan"))
-    return [*does, *(_reading(transfer, rates, is_heard=is_heard) for transfer in line.row.transfers)]
+    return [*does, *(_reading(transfer, is_heard=is_heard) for transfer in line.row.transfers)]
 
 
 def _name(line: _Line) -> Text:
@@ -409,7 +353,7 @@ def _call(call: CallView | None) -> Text | None:
     return text
 
 
-def _reading(transfer: Transfer, rates: dict[int, float], *, is_heard: bool = True) -> Text:
+def _reading(transfer: Transfer, *, is_heard: bool = True) -> Text:
     if transfer.is_void:
         return Text(f"stops reading from {transfer.source}", style="dim")
     text = Text.assemble("reads from ", (transfer.source, "bold"))
@@ -417,10 +361,8 @@ def _reading(transfer: Transfer, rates: dict[int, float], *, is_heard: bool = Tr
         text.append(" by ").append(transfer.transport, style="bold")
     if transfer.chunks:
         text.append(f", {size_text(bytes_done(transfer))} of {size_text(transfer.size_bytes)}")
-    # the target's own count is the finer one, and its 0 is a 0; before it names its transport it has counted nothing
-    rate = transfer.rate_bytes_per_s if transfer.transport else rates.get(transfer.ticket)
-    if rate is not None and is_heard:  # of who is cut off nobody knows it
-        text.append(f" at {size_text(rate)}/s", style="cyan")
+    if transfer.transport and is_heard:  # before a target names its transport it has counted nothing
+        text.append(f" at {size_text(transfer.rate_bytes_per_s)}/s", style="cyan")
     if transfer.reason:
         text.append(f": {transfer.reason}", style="dim")
     if transfer.path:
@@ -475,12 +417,6 @@ IF_IT_FITS: tuple[tuple[str, Callable[[Row], Text]], ...] = (
 )
 
 
-# --- `tensorhub watch`: the status again and again, in place on a terminal, one below the other elsewhere.
-
-
-FRESH_REPORTS = 2  # between two reports nothing seems to move, and one may come late: the former rate still holds
-
-
 class Watcher:
     """Turns one answer after another into pictures. While the server is away, the last picture stays."""
 
@@ -491,8 +427,6 @@ class Watcher:
         self._ask = ask
         self._clock = clock
         self._last: Status | None = None
-        self._progress: dict[int, Progress] = {}
-        self._rates: dict[int, float] = {}
         self._away_since: float | None = None
 
     def look(self, width: int) -> RenderableType:
@@ -507,13 +441,11 @@ class Watcher:
             away = Text(f"no answer for {now - self._away_since:.0f} s; below is what was last heard", style="bold red")
             return Group(away, self._draw(self._last, width))
         self._away_since = None
-        self._progress = progress_after(self._progress, status, now)
-        self._rates = rates_of(self._progress, now, fresh_s=FRESH_REPORTS * status.report_s)
         self._last = status
         return self._draw(status, width)
 
     def _draw(self, status: Status, width: int) -> RenderableType:
-        return draw_status(status, server=self._server, model=self._model, width=width, bars=True, rates=self._rates)
+        return draw_status(status, server=self._server, model=self._model, width=width, bars=True)
 
 
 def watch(watcher: Watcher, console: Console, *, every_s: float, times: int | None) -> None:

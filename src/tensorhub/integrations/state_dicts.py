@@ -15,11 +15,7 @@ import tensorhub
 from .. import UsageError
 from .whole import of_view
 
-# --- A state dict as tensors with names, and a text that says where each of them belongs.
-#
-# A trainer's checkpoint is more than tensors: an optimizer's numbers, lists and keys lie between them. `pack` takes the
-# tensors out, in place, and writes what remains as JSON. `unpack` puts both together again, so nothing that came over a
-# network is unpickled. It must never: drop or guess what it cannot write down. That is refused, with its place.
+# State dicts as tensors and JSON: nothing that came over a network is unpickled. What cannot be written is refused.
 
 
 MAPPINGS: dict[str, type] = {"dict": dict, "odict": OrderedDict}
@@ -121,16 +117,11 @@ def _dtensor(local: torch.Tensor, about: dict[str, Any]) -> DTensor:
     return DTensor(local, DTensorSpec(mesh, placements, tensor_meta=meta), requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-# --- Publishes tensors that come one after another and do not last, as trainers give them that gather a model to send
-# it.
-#
-# Each is copied into host memory that stays, and a version is published from there. So the trainer may change its
-# parameters while others read, and takes readers away only to copy the next version in. That costs the model's size in
-# host memory. It must never: publish a model half of which is of another version.
-
-
 class StagedPublisher:
-    """A replica of one shard, whose tensors are those of its first `publish`. `options`: those of `tensorhub.open`.
+    """Publishes tensors that come one after another and do not last, as trainers give them that gather a model.
+
+    Each is copied into host memory that stays: the trainer may change its parameters while others read. That costs the
+    model's size. The tensors are those of the first `publish`; `options` are those of `tensorhub.open`.
 
     `dtype` is what tensors of floating-point numbers are published in. All others, such as ids, stay what they are.
     """

@@ -11,10 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorhub
 
-# --- Boxes of a copy: which part of a published tensor comes to lie where, told by the two views that are copied.
-#
-# A view's dimensions are those of the published tensor, cut, swapped, merged or split. What several copies bring
-# becomes as few boxes as can say it. It must never: take a step for a dimension that is none.
+# Boxes of a copy: a view's dimensions are those of the published tensor, cut, swapped, merged or split.
 
 
 MAX_BOXES = 1 << 16  # of one copy: more is no layout that anybody should read by
@@ -126,9 +123,6 @@ def _strides(box: "tensorhub.Box") -> tuple[int, ...]:
     return box.strides
 
 
-# --- Which tensors an operation of torch writes into: told by its schema, so that no list of names has to be kept.
-
-
 def written(func: Any, args: Sequence[Any], kwargs: "Mapping[str, Any] | None") -> Iterator[torch.Tensor]:
     """Of what a `TorchDispatchMode` is given: those that the operation changes in place, also by `out=`."""
     if not func._schema.is_mutable:
@@ -142,28 +136,14 @@ def written(func: Any, args: Sequence[Any], kwargs: "Mapping[str, Any] | None") 
                 yield each
 
 
-# --- Which part of which published tensor becomes which part of which parameter: told by the model's own
-# `load_weights`.
+# The loader is given tensors that have a shape and no memory. Each copy into a parameter is noted as boxes, not done.
 #
-#     plan = planned(model, whole, tied)                  # names, dtypes and shapes of what is published; ties of them
-#     refuse_unused(whole, tied, [plan.taken])            # of all ranks
-#     weights.register(plan.tensors, boxes=plan.boxes)    # parameters as they lie, and boxes for each of them
-#
-# The loader is given tensors that have a shape and no memory. It slices and fuses them as ever; each copy into a
-# parameter is noted as boxes, and not done. So there is no table of names for any model, and nothing is moved.
-#
-# Rules:
-# 1. Every element of every parameter comes from the version, or `UsageError` names the parameter and says why.
-# 2. Every element of every published tensor is taken by some rank, or `UsageError` names the tensor.
-# 3. In place only plain copies count. Where a part of a parameter comes from anything else (a cast, a sum, another
-# order
-#    of bits), or from what the loader has changed in place, it is refused. vLLM's reload (`reload=`) may compute and
-#    cast: there floating-point numbers of 16 bits or more become each other, and all else keeps its dtype.
-# 4. What the loader fills with a constant, such as the padding of a vocabulary, is in no box, and stays as it is.
-# 5. Buffers count where something published is copied into them.
-# 6. What the loader leaves out, for it is tied to what it takes, is said to be there too: others may ask for it.
-#
-# It must never: change a parameter, or take a copy for plain whose every element it has not followed.
+# 1. Every element of every parameter comes from the version, and every published element is taken by some rank.
+# 2. In place only plain copies count. vLLM's reload (`reload=`) may compute and cast: there floating-point numbers of
+#    16 bits or more become each other, and all else keeps its dtype.
+# 3. What the loader fills with a constant, such as the padding of a vocabulary, is in no box, and stays as it is.
+# 4. Buffers count where something published is copied into them.
+# 5. What the loader leaves out because it is tied to what it takes is said to be there too: others may ask for it.
 
 
 FILLS = ("fill_", "zero_")

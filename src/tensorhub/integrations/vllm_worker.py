@@ -36,21 +36,16 @@ from .vllm_engines import NOTHING, WAIT_S
 from .vllm_plan import PROCESSED, Published, Taken, planned, refuse, refuse_unused
 from .whole import Whole, layout_of_whole, newest_version, of_view
 
-# --- In place: the trainer's shards are read over the parameters that vLLM computes with.
-#
-# Which part of what goes where the model's own `load_weights` tells (`vllm_plan`). So nothing is staged, gathered or
-# loaded, and all ranks of an engine are the shards of one replica, which engines with any number of ranks read from.
-#
-# That is only right where parameters are what vLLM computes with. Packed, quantized and absorbed ones are told by vLLM
-# itself: its processing after a load is begun once more, and whatever it would touch is refused by name, untouched.
-
-
 LEAVE_IN_PLACE_S = 1.0  # for what has never held anything
 ONCE = "_already_called_process_weights_after_loading"  # vLLM's mark for layers that it must not process twice
 
 
 class InPlace:
-    """One rank of an engine: a shard of a replica, over the model's own parameters."""
+    """One rank of an engine: a shard of a replica, over the model's own parameters.
+
+    That is only right where parameters are what vLLM computes with. Packed, quantized and absorbed ones vLLM itself
+    tells: its processing after a load is begun once more, and what it would touch is refused by name.
+    """
 
     weights: "tensorhub.Weights | None" = None
     published: "Published | None" = None  # what it was planned for
@@ -217,27 +212,17 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return len(places) == 2 and places[0] == places[1]
 
 
-# --- The way that suits every model: whole tensors are fetched to the host, and vLLM loads them.
-#
-# Each of vLLM's ranks is a replica of its own, which serves what it has on the host, also while vLLM computes. vLLM's
-# layerwise reload fuses, cuts and processes for the rank, and keeps every address. It is given a copy of each tensor,
-# one after the other: loaders may change what they are given, and others read what is on the host.
-#
-# Before a version is fetched, `vllm_plan` follows the model's `load_weights` into the parameters as they were before
-# vLLM processed them, without memory. What of the engine comes from nowhere, or of the version goes nowhere, is
-# refused by name. vLLM itself notes only a layer into which nothing came; and what `load_weights` copies into a
-# parameter past its own `weight_loader`, vLLM's reload loses.
-#
-# It must never: let an engine compute with parameters to which the version has brought nothing, random ones
-# (`load_format="dummy"`) or those of a version before, or let a loader write what is published.
-
-
 LEAVE_RELOAD_S = 1.0  # for what has never held anything
 VLLMS = "online_process_loader"  # the name of what vLLM puts in place of a `weight_loader` while it reloads
 
 
 class Reload:
-    """One rank of an engine."""
+    """One rank of an engine: a replica of whole tensors on the host, which vLLM's layerwise reload loads.
+
+    It is given a copy of each tensor, since loaders may change what they are given. Before a version is fetched,
+    `vllm_plan` follows the model's `load_weights`: vLLM itself notes only a layer into which nothing came, and its
+    reload loses what `load_weights` copies into a parameter past its own `weight_loader`.
+    """
 
     published: "Published | None" = None  # what it was planned for
     taken: Taken
@@ -434,16 +419,6 @@ def _forget_kernels_of_experts(model: torch.nn.Module) -> None:
             method.moe_kernel = None  # type: ignore[union-attr]
 
 
-# --- The half of `integrations.vllm` that lives in each of vLLM's ranks. Only vLLM imports it, and it imports vLLM.
-#
-# `start_weight_update` does nothing, `update_weights` fetches, `finish_weight_update` loads: vLLM calls each of them on
-# all ranks before it goes on to the next. There are two ways to do it: `Reload` fetches whole tensors to the host, and
-# has vLLM load them; `InPlace` reads over the parameters that vLLM computes with.
-#
-# `init_transfer_engine` joins, and answers what the driver asks: whether these ranks, all of them, have a version. It
-# is the only call that may raise, and one rank raises for all.
-
-
 logger = logging.getLogger("vllm.tensorhub")  # below vLLM's own, so that it is written where vLLM writes
 LEAVE_S = 5.0
 COMPUTES = ("forward", "compute_logits")  # the second is called where a captured graph takes the place of the first
@@ -473,7 +448,10 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Brings one rank to new versions, together with the others."""
+    """Brings one rank to new versions, together with the others: `update_weights` fetches, `finish_…` loads.
+
+    Only `init_transfer_engine` may raise, and one rank raises for all.
+    """
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo

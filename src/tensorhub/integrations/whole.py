@@ -13,9 +13,6 @@ if TYPE_CHECKING:
     import torch
 
 
-# --- Which version an engine is to take: the newest that there is, for which it waits at first.
-
-
 SILENT_S = 5.0  # that it waits is said then
 
 _log = logging.getLogger("vllm.tensorhub.newest")  # below vLLM's own, which writes it
@@ -47,26 +44,20 @@ def newest_version(view: "tensorhub.View", model: str, deadline: float) -> int:
         time.sleep(0.2)
 
 
-# --- A model in one process, in whole tensors, however its publisher has cut it.
-#
-#     with Whole("policy", replica="rollout-0") as policy:
-#         policy.update("latest")
-#         model.load_state_dict(dict(policy))
-#
-# Rules:
-# 1. It is one worker over memory of its own, which it keeps: so this replica serves what it has to others. Tensors are
-#    sorted by name: replicas of whole tensors are of one layout.
-# 2. What the whole is, boxes say: `fsdp.attach` publishes with them, and so does `register(module, boxes={})`.
-#
-# It must never: guess how shards without boxes belong together.
-
-
 WAIT_S = 300.0
 POLL_S = 0.2  # for a first version of the model, whose tensors nobody can know before
 
 
 class Whole:
-    """One replica of a model, whole. Nothing is asked or allocated before `join`, or the first `update`."""
+    """One replica of a model, in whole tensors: one worker over memory of its own, sorted by name.
+
+    What the whole is, boxes say: `fsdp.attach` publishes with them, and so does `register(module, boxes={})`.
+    Nothing is asked or allocated before `join`, or the first `update`.
+
+        with Whole("policy", replica="rollout-0") as policy:
+            policy.update("latest")
+            model.load_state_dict(dict(policy))
+    """
 
     weights: "tensorhub.Weights | None" = None  # from then on
     layout: Any = None  # what it is made of: `View.layout`
