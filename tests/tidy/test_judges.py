@@ -24,23 +24,7 @@ def partial(source: Source) -> list[str]:
 
 
 def test_judges_ask_the_truth_and_not_the_core() -> None:
-    assert [wrong for source in COURT for wrong in partial(source)] == []
-
-
-def test_there_are_judges() -> None:
     assert len(COURT) > 8
-
-
-def test_a_judge_that_asks_is_found_out() -> None:
-    for code in [
-        "from tensorhub.server import Server",
-        "from tensorhub.server.rules import retention",
-        "from ..cluster import Cluster",
-        "def look(process): return process.worker.buffer",
-    ]:
+    assert [wrong for source in COURT for wrong in partial(source)] == []
+    for code in ("from tensorhub.server import Server", "def look(process): return process.worker.buffer"):
         assert partial(snippet(code, "tests/sim/judges/snippet.py")) != []
-
-
-def test_a_judge_may_know_the_words() -> None:
-    code = "from tensorhub.protocol.messages import Holding\nfrom ..truth.life import Life"
-    assert partial(snippet(code, "tests/sim/judges/snippet.py")) == []
