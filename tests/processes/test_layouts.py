@@ -28,6 +28,8 @@ for shard, part in enumerate(np.split(whole, shards, axis=dim)):
     arrays.append({"w": np.array(part) if verb == "publish" else np.zeros_like(part)})
 group = tensorhub.open_group("m", replica=name, shards=shards, server=address, timeout=60, call_timeout=60)
 group.register(arrays, boxes=boxes)
+say(ready=True)
+sys.stdin.readline()
 say(version=getattr(group, verb)(1))
 sys.stdin.read()
 """
@@ -37,22 +39,26 @@ sys.stdin.read()
 def test_a_trainer_is_killed_while_a_replica_of_another_layout_reads(transports):
     """Whatever it had sent by then, the engine that has the version brings the rest, and no element is wrong."""
     target, started = np.zeros(SHAPE, np.float32), []
-    with tensorhub.serve(lease_s=8, report_s=0.2) as server:
+    with (
+        tensorhub.serve(lease_s=8, report_s=0.2) as server,
+        tensorhub.open("m", replica="reader", server=server.address, transports=transports) as reader,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        reader.register({"w": target}, boxes={"w": [Box("w", SHAPE, (0, 0), SHAPE)]})
         try:
             for cut in (("trainer", 0, 2, "publish"), ("engine", 1, 2, "replicate")):
                 started.append(Forked(program(BEFORE + CUT), [server.address, *cut]))
-                assert json.loads(started[-1].stdout.readline()) == {"version": 1}
+                assert json.loads(started[-1].stdout.readline()) == {"ready": True}
+            for each in started:  # all layouts are known by now: tiles are cut for each of them
+                each.stdin.write("go\n")
+                each.stdin.flush()
+                assert json.loads(each.stdout.readline()) == {"version": 1}
             view = tensorhub.connect(server.address)
-            with (
-                tensorhub.open("m", replica="reader", server=server.address, transports=transports) as reader,
-                ThreadPoolExecutor(1) as pool,
-            ):
-                reader.register({"w": target}, boxes={"w": [Box("w", SHAPE, (0, 0), SHAPE)]})
-                filling = pool.submit(reader.replicate, 1, timeout=60)
-                eventually(lambda: view.transfers() or filling.done(), "it reads")
-                started[0].kill()
-                assert filling.result() == 1
-                assert (target.ravel() == np.arange(target.size, dtype=np.float32)).all()
+            filling = pool.submit(reader.replicate, 1, timeout=60)
+            eventually(lambda: view.transfers() or filling.done(), "it reads")
+            started[0].kill()
+            assert filling.result() == 1
+            assert (target.ravel() == np.arange(target.size, dtype=np.float32)).all()
         finally:
             for process in started:
                 process.close()
