@@ -10,8 +10,9 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, Unpack
 
 from .loading import load_async, load_shards_async
 from .memory.registration import Registration
@@ -24,13 +25,14 @@ from .protocol.names import ModelName
 from .protocol.status import LayoutView, ModelView, ReplicaView, Status, Transfer, VersionView
 from .runtime.client import Client
 from .runtime.config import (
+    OpenArguments,
     Options,
     check_name,
     check_place,
+    open_options,
     parse_fraction,
     parse_seconds,
     with_own_token,
-    worker_options,
 )
 from .runtime.descriptions import layout_of, metadata_of
 from .runtime.loops import LoopThread, Undo, check_process, in_thread, loop_thread, warn_unreferenced
@@ -53,41 +55,32 @@ async def open(
     replica: str,
     shard: int = 0,
     shards: int = 1,
-    server: str | None = None,
     reliable: bool = True,
-    site: str | None = None,
-    token: str | None = None,
-    insecure: bool | None = None,
-    host: str | None = None,
-    verify: str | None = None,
-    chunk_bytes: int | str | None = None,
-    transports: str | Sequence[str] | None = None,
-    prefetch: str | None = None,
-    retain: int | None = None,
-    host_bytes: int | str | None = None,
-    timeout: float | None = None,  # noqa: ASYNC109 - a deadline of ours, told to the server too
-    call_timeout: float | None = None,
+    **options: Unpack[OpenArguments],
 ) -> "Weights":
-    """Join `model` as one shard of one replica; as `tensorhub.open`, awaited."""
-    options = worker_options(
-        server=server,
-        site=site,
-        token=token,
-        insecure=insecure,
-        host=host,
-        verify=verify,
-        chunk_bytes=chunk_bytes,
-        transports=transports,
-        prefetch=prefetch,
-        retain=retain,
-        host_bytes=host_bytes,
-        connect_s=_seconds(timeout, "timeout"),
-        timeout_s=_seconds(call_timeout, "call_timeout"),
-    )
-    return await _join(model, replica, shard, shards, reliable, options)
+    """Join `model` as one shard of one replica, and connect to the reference server.
+
+    What is None comes from TENSORHUB_SERVER, _SITE, _TOKEN, _INSECURE, _HOST, _VERIFY, _CHUNK_BYTES, _TRANSPORTS,
+    _PREFETCH, _RETAIN, _HOST_BYTES, _CONNECT_S (`timeout`) and _TIMEOUT_S (`call_timeout`), else from its default. The
+    token is the server's, by default this user's own; with `insecure` there is none. `transports` limits and orders the
+    ways to move bytes, e.g. "local,tcp". `timeout` is for this call, in seconds, `call_timeout` for every later one,
+    unless told otherwise. Peers read from this worker at `host`; several addresses, or interfaces ("eth0,eth1"), are
+    used side by side. `reliable=False`: it may vanish at any time; others read from it, but nobody relies on it.
+
+    `retain` is how many of the newest versions of the model are kept until all workers have left: the most that
+    reliable workers ask for, 1 at least and 8 at most unless the server says otherwise. The last reliable worker to
+    leave one copies it to host memory first. All its copies together take at most `host_bytes` (by default two copies
+    of the shard, or `retain` + 1, if there is room at `register`; 0: none). `site` names this worker's datacenter:
+    between sites each shard of a version travels once. `prefetch` says when versions are fetched into host memory
+    ahead: "seed", for a site that lacks the newest one; "always", for this worker too; "never".
+
+    Raises `ServerUnreachable`, `ShardTaken`, `Refused` (token, protocol), and `UsageError` naming a bad argument.
+    """
+    return await join(model, replica, shard, shards, reliable, open_options(**options))
 
 
-async def _join(model: str, replica: str, shard: int, shards: int, reliable: bool, options: Options) -> "Weights":
+async def join(model: str, replica: str, shard: int, shards: int, reliable: bool, options: Options) -> "Weights":
+    """The same with options that were parsed."""
     model, replica, shard, shards = check_place(model, replica, shard, shards)
     if not isinstance(reliable, bool):
         raise UsageError(f"reliable={reliable!r} is neither True nor False")
@@ -102,19 +95,80 @@ async def _join(model: str, replica: str, shard: int, shards: int, reliable: boo
                 raise
 
 
-class Weights:
-    """One worker: one shard of one model in registered memory. Made by `open`; see `tensorhub.Weights`."""
+class Caller:
+    """What needs the thread that all workers of this process share."""
+
+    def __init__(self, thread: LoopThread, name: str, timeout_s: float) -> None:
+        self._thread, self._name, self._timeout_s = thread, name, timeout_s
+        self._pid = os.getpid()
+
+    def _check_process(self) -> None:
+        check_process(self._pid, self._name)
+
+    def _deadline(self, timeout: object) -> float:
+        return time.monotonic() + (self._timeout_s if timeout is None else parse_seconds(timeout, "timeout"))
+
+    def _waits(self) -> AbstractContextManager[object]:
+        """A block in which the calling thread waits for a call."""
+        return contextlib.nullcontext()
+
+
+class Worker(Caller):
+    """What a worker tells without asking the server."""
 
     def __init__(self, client: Client, thread: LoopThread) -> None:
+        super().__init__(thread, str(client.me), client.options.timeout_s)
         self._client = client
-        self._thread = thread
-        self._pid = os.getpid()
-        self._kept: object = None  # the module, or mapping, that was registered: the loop knows its tensors only
-        self._is_closing = False
         client.callers.note()
 
     def __repr__(self) -> str:
-        return f"<Weights {self._client.me}>"
+        return f"<Weights {self._name}>"
+
+    @property
+    def version(self) -> int | None:
+        """The version held, whole and verified; None if there is none."""
+        self._check_process()
+        return self._client.version
+
+    @property
+    def metadata(self) -> dict[str, Json] | None:
+        """What its publisher said of the version held beside its tensors, {} if nothing; None if no version is held."""
+        self._check_process()
+        return self._client.metadata
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Chunks in place, and chunks in all, of the fill under way; (0, 0) when there is none."""
+        self._check_process()
+        return self._client.progress
+
+    def statistics(self) -> dict[str, object]:
+        """Counters of this worker's life: bytes received by source replica, bytes sent, reports, connections.
+
+        Of more than 16 sources the latest are named; "(others)" is the sum of what came from those before.
+        """
+        self._check_process()
+        return self._client.statistics()
+
+    def _waits(self) -> AbstractContextManager[object]:
+        return self._client.callers.blocked()
+
+    def _hurry(self, error: BaseException | None) -> float | None:
+        """The timeout of a `close` at the end of a `with` block."""
+        return None if error is None else min(LEAVE_IN_A_HURRY_S, self._timeout_s)
+
+
+class Weights(Worker):
+    """One worker: one shard of one model in registered memory. Made by `open`.
+
+    One call at a time; all shards of a replica make the same calls in the same order. Every blocking call takes
+    `timeout=` in seconds (default 300 s, see `call_timeout` of `open`) and ends by then, in success or in an error.
+    """
+
+    def __init__(self, client: Client, thread: LoopThread) -> None:
+        super().__init__(client, thread)
+        self._kept: object = None  # the module, or mapping, that was registered: the loop knows its tensors only
+        self._is_closing = False
 
     def __del__(self) -> None:
         """Nothing references it any more: it leaves as `close()` would, and no caller waits for it."""
@@ -131,7 +185,7 @@ class Weights:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self.close(timeout=None if error is None else self._hurry())
+        await self.close(timeout=self._hurry(error))
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
@@ -144,7 +198,23 @@ class Weights:
         partial: bool = False,
         leave_out: str | Sequence[str] = (),
     ) -> None:
-        """Take these tensors in place, instead of any before; nothing is copied. As `tensorhub.Weights.register`."""
+        """Take these tensors in place, instead of any before; nothing is copied.
+
+        A torch module is best: its parameters and persistent buffers (of a `DTensor` the local shard), and at every
+        publish and before every fill it is asked whether it still holds them; one that was replaced is a `UsageError`.
+        Or torch tensors (CPU or CUDA, any dtype, dense) and numpy arrays, by name. Their memory belongs to the caller,
+        who keeps it where it is, and changes it only while nothing is published or held. Raises `UsageError` naming the
+        tensor that cannot be taken, `NotDrained` while a version is held.
+        `dtype`: publish tensors of floating-point numbers in that dtype, rounded as torch does ("bfloat16"), or those
+        that a mapping names in theirs. They become *masters*: each `publish` casts them into a buffer of this worker's,
+        and only that is held and read, so masters may change outside of `publish`, `replicate` and `update`. A fill
+        ends by giving them the buffer's numbers, exactly, or is refused. Raises `HostMemoryFull` without room for it.
+        `boxes`: by name, which parts of which global tensors lie where in a tensor (docs/layouts.md); one not named is
+        whole, a DTensor what its placements say. So replicas that are cut differently read from each other. `partial`:
+        some of the model is left out on purpose; without that word such a replica is refused every version.
+        `leave_out`: names, or patterns with *, of what is not registered. A module with state that only `state_dict()`
+        knows (extra state, packed weights, what a hook adds) is a `UsageError` that names it, unless it is left out.
+        """
         self._check_process()
         options = {"partial": partial, "leave_out": leave_out}
         looking = in_thread(lambda: register_tensors(tensors, dtype, boxes, **options), name="register")  # type: ignore[arg-type]
@@ -156,7 +226,12 @@ class Weights:
         self._kept = self._kept if of is None else of
 
     async def suspend(self, *, timeout: float | None = None) -> None:  # noqa: ASYNC109 - our own deadline
-        """Withdraw, and forget where the tensors are, until `resume`."""
+        """Withdraw, and forget where the tensors are: their memory may be unmapped, freed or moved until `resume`.
+
+        For engines that sleep. As `unpublish`, all shards of a replica call it; when it returns nobody reads, and
+        nothing here keeps the memory. Until `resume` or `register` calls that need the tensors are a `UsageError`;
+        copies in host memory are read and prefetched on. Does nothing while suspended. Raises as `unpublish` does.
+        """
         deadline, suspension = self._deadline(timeout), self._client.suspension
         self._client.turn.check("suspend")
         suspension.check_registered()
@@ -164,7 +239,11 @@ class Weights:
         await self._here(suspension.begin(deadline))
 
     async def resume(self, tensors: "type_of_weights | None" = None) -> None:
-        """Register again what was suspended, where it is now, or these tensors."""
+        """Register again what was suspended, where it is now: the module, or the mapping with what it holds by now.
+
+        Or these tensors, in the same layout (else `UsageError`, which names them). Afterwards they are no version:
+        `replicate` fills them, `publish` takes them for what they are: after `register`, if a failed fill spoiled them.
+        """
         self._check_process()
         found = await in_thread(lambda: self._client.suspension.again(tensors), name="resume")
         await self.take(found, of=tensors, is_resumed=True)
@@ -176,12 +255,23 @@ class Weights:
         metadata: Mapping[str, object] | None = None,
         timeout: float | None = None,  # noqa: ASYNC109 - our own deadline
     ) -> int:
-        """Let everybody read what the tensors are now, as `version`, and promise not to change them."""
+        """Let everybody read what the tensors are now, as `version`, and promise not to change them.
+
+        `metadata` goes with the version to everybody who gets it: a mapping of JSON values, 16 KiB at most, the same on
+        all shards, verified as the tensors are. Blocks while the tensors are hashed and until all shards of the replica
+        have published. Raises `VersionConflict`, `GroupMismatch`, `GroupIncomplete`, `NotDrained`, `UsageError`.
+        """
         said = encode_metadata(metadata) if metadata is not None else None
         return _certain(await self._here(self._client.publish(plain_spec(version), self._deadline(timeout), said)))
 
     async def unpublish(self, *, timeout: float | None = None) -> None:  # noqa: ASYNC109 - our own deadline
-        """Take the promise back: returns when nobody reads these tensors any more."""
+        """Take the promise back: returns when nobody reads these tensors any more and they may be changed.
+
+        Readers are moved to other holders, else awaited; those who still read after half of the timeout are cut off.
+        With masters alone (`dtype` of `register`) it returns as soon as nobody new may read: the next call awaits the
+        others, within this timeout, and raises what went wrong. With nothing published it does nothing. Raises
+        `NotDrained` if it was to keep the last copy of what was freed: that version is withdrawn, and lost.
+        """
         await self._here(self._client.operate("unpublish", "", self._deadline(timeout)))
 
     @contextlib.asynccontextmanager
@@ -192,7 +282,16 @@ class Weights:
         metadata: Mapping[str, object] | None = None,
         timeout: float | None = None,  # noqa: ASYNC109 - our own deadline
     ) -> AsyncIterator[None]:
-        """Claim the number and unpublish, let the block change the tensors, publish them unless it raised."""
+        """Unpublish, let the block change the tensors, publish them as `version`.
+
+        The number is claimed before anything is withdrawn: if it is not higher than the newest, or somebody else has
+        claimed it, that is a `VersionConflict` at once, nothing was changed and the block does not run; so it is with
+        tensors that a failed fill may have begun to write, a `UsageError`. Nobody else can take the number meanwhile.
+        If the block raises, nothing is published: the tensors stay unpublished, the number is anybody's again, and the
+        exception goes on. In the block no call may fill, publish or withdraw them (`UsageError`); `register` may change
+        them. With masters alone readers of the version before are awaited after the block, not before it. `metadata` is
+        that of `publish`, as it is when the block has ended. `timeout` is for each of the two calls.
+        """
         await self._claim(version, timeout, metadata)
         try:
             with self._client.turn.block_of(version):
@@ -232,30 +331,56 @@ class Weights:
         wait: bool = False,
         timeout: float | None = None,  # noqa: ASYNC109 - our own deadline
     ) -> int:
-        """Fill the tensors with a version from whoever holds it. Returns the version."""
+        """Fill the tensors with a version from whoever holds it, verified; afterwards this worker serves it to others.
+
+        `spec` is a version number, "latest" or "latest-N". "latest" waits for a first version, "latest-N" for so many;
+        a number waits to be published with `wait=True`, as long as no higher one was. Returns the version when all
+        shards of the replica have it.
+        On an error in mid-transfer the tensors are no version at all, and can only be filled again. Raises
+        `VersionUnavailable`, `LayoutMismatch`, `CorruptTransfer`, `SourceLost`, `GroupIncomplete`, `GroupMismatch`.
+        """
         if not isinstance(wait, bool):
             raise UsageError(f"wait={wait!r} is neither True nor False")
         filling = self._client.operate("replicate", plain_spec(spec), self._deadline(timeout), waits=wait)
         return _certain(await self._here(filling))
 
     async def update(self, spec: Spec = "latest", *, timeout: float | None = None) -> int:  # noqa: ASYNC109 - our own deadline
-        """Leave the version held and replicate a newer one, if there is one. Returns the version now held."""
+        """Leave the version held and replicate a newer one, if there is one. Returns the version now held.
+
+        Cheap when nothing is newer. A number that is not newer than what is held keeps what is held; a newer one that
+        does not exist is `VersionUnavailable`. "prefetched" is the newest version that every shard of this replica has
+        fetched ahead, whole; while there is none the version held is kept, and nobody waits. So an update is never more
+        than a local copy. It wants `prefetch="always"` on `open`, or `prefetch()` before (else `UsageError`). Errors as
+        of `replicate` and `unpublish`; after one the shards may hold different versions until the next call succeeds.
+        """
         return _certain(await self._here(self._client.operate("update", plain_spec(spec), self._deadline(timeout))))
 
     async def prefetch(self, spec: Spec = "latest") -> None:
-        """Begin to fill a copy in host memory with that version, for the next update; see `tensorhub.Weights`."""
+        """Begin to fill a copy in host memory with that version while the tensors go on holding theirs.
+
+        Returns at once; `update` is then a local copy, and others may read the copy meanwhile. With "latest" it follows
+        the newest version until the next `update` or `replicate`. Without room under `host_bytes` nothing happens.
+        Raises `UsageError` before `register()`.
+        """
         await self._here(self._client.prefetch(plain_spec(spec)))
 
     async def pin(self, version: int, *, timeout: float | None = None) -> None:  # noqa: ASYNC109 - our own deadline
-        """Keep that version, until `unpin` or the end of this worker."""
+        """Keep that version, however new others are, until `unpin` or the end of this worker.
+
+        When this returns, no worker leaves the last reliable copy of it by its own will. Raises `VersionUnavailable` if
+        nobody holds it (any more), `ServerUnreachable` if the server cannot be asked, `DeadlineExceeded`.
+        """
         await self._here(self._client.pin(parse_number(version, "a pin"), self._deadline(timeout)))
 
     async def unpin(self, version: int, *, timeout: float | None = None) -> None:  # noqa: ASYNC109 - our own deadline
-        """Take the pin back."""
+        """Take the pin back. Does nothing where there was none."""
         await self._here(self._client.unpin(parse_number(version, "a pin"), self._deadline(timeout)))
 
     async def wait_for(self, spec: Spec = "latest", *, timeout: float | None = None) -> int:  # noqa: ASYNC109 - our own deadline
-        """Wait until the version, or a newer one, was published. Returns what there is then."""
+        """Wait until the version, or a newer one, was published. Returns what there is then; changes nothing.
+
+        "latest" waits for any version at all, "latest-N" for more than N of them. Raises `DeadlineExceeded`.
+        """
         return await self._here(self._client.wait_for(plain_spec(spec), self._deadline(timeout)))
 
     async def wait_held(
@@ -265,43 +390,24 @@ class Weights:
         *,
         timeout: float | None = None,  # noqa: ASYNC109 - our own deadline
     ) -> tuple[str, ...]:
-        """Wait until that fraction of the other replicas hold the version or a newer one. Returns their names."""
+        """Wait until that fraction of the other replicas hold the version or a newer one. Returns their names.
+
+        For a trainer that must not run ahead of its rollouts. Counted are replicas that have called `replicate` or
+        `update`, all of whose shards live, none of which is closing, and that are no trainers: one that dies is waited
+        for until its lease ends, one that starts is not waited for. Where there is none, it returns at once. Each shard
+        asks for itself. Raises `DeadlineExceeded`, which says who is missing and what those hold.
+        """
         number, part = parse_number(version, "wait_held()"), parse_fraction(fraction, "fraction")
         return await self._here(self._client.wait_held(number, part, self._deadline(timeout)))
 
     async def check(self, *, timeout: float | None = None) -> None:  # noqa: ASYNC109 - our own deadline
-        """Hash the tensors again: raises `NotDrained` naming those that were changed since they were published."""
+        """Hash the tensors again: raises `NotDrained` naming those that were changed while they were published."""
         await self._here(self._client.check(self._deadline(timeout)))
 
     async def close(self, *, timeout: float | None = None) -> None:  # noqa: ASYNC109 - our own deadline
-        """Withdraw, wait for readers, leave. Idempotent."""
+        """Withdraw, wait for readers, leave; the tensors are the caller's alone then. Idempotent; fit for `__del__`."""
         self._is_closing = True
         await self._here(self._client.close(self._deadline(timeout)))
-
-    # --- how things are -----------------------------------------------------------------------------------------------
-
-    @property
-    def version(self) -> int | None:
-        """The version held, whole and verified; None if there is none."""
-        self._check_process()
-        return self._client.version
-
-    @property
-    def metadata(self) -> dict[str, Json] | None:
-        """What its publisher said of the version held beside its tensors; None if there is none."""
-        self._check_process()
-        return self._client.metadata
-
-    @property
-    def progress(self) -> tuple[int, int]:
-        """Chunks in place, and chunks in all, of the fill under way; (0, 0) when there is none."""
-        self._check_process()
-        return self._client.progress
-
-    def statistics(self) -> dict[str, object]:
-        """Counters of this worker's life."""
-        self._check_process()
-        return self._client.statistics()
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -314,35 +420,6 @@ class Weights:
         self._client.callers.note()
         return self._thread.here(work, undo=undo)
 
-    def _block_on(
-        self, work: Coroutine[object, object, T], timeout: float | None, what: str, *, undo: Undo[T] | None = None
-    ) -> T:
-        """For the blocking wrapper: run one of the above in the worker thread and wait for it."""
-        try:
-            self._check_process()
-            deadline = self._deadline(timeout)
-        except BaseException:
-            work.close()
-            raise
-        with self._client.callers.blocked():
-            return self._thread.wait(work, deadline=deadline, what=f"{what} of {self._client.me}", undo=undo)
-
-    def _close_and_wait(self, timeout: float | None) -> None:
-        """For the blocking wrapper, whose `close` a finaliser may call."""
-        self._is_closing = True
-        if not self._thread.leaves(lambda: self.close(timeout=timeout)):
-            self._block_on(self.close(timeout=timeout), timeout, "close()")
-
-    def _check_process(self) -> None:
-        check_process(self._pid, str(self._client.me))
-
-    def _deadline(self, timeout: float | None) -> float:
-        seconds = _seconds(timeout, "timeout")
-        return time.monotonic() + (self._client.options.timeout_s if seconds is None else seconds)
-
-    def _hurry(self) -> float:
-        return min(LEAVE_IN_A_HURRY_S, self._client.options.timeout_s)
-
 
 def connect(
     server: str | None = None,
@@ -351,25 +428,28 @@ def connect(
     insecure: bool | None = None,
     timeout: float | None = None,
 ) -> "View":
-    """A read-only view of a reference server; see `tensorhub.connect`. Asks nothing yet."""
-    connect_s = _seconds(timeout, "timeout")
-    options = worker_options(server=server, token=token, insecure=insecure, connect_s=connect_s)
-    return View(options, loop_thread())
+    """A read-only view of a reference server: which models, versions and replicas there are, and who reads from whom.
+
+    `token` and `insecure` are as of `open`; an insecure server looks at no token. `timeout` is for each question. Asks
+    nothing.
+    """
+    return View(open_options(server=server, token=token, insecure=insecure, timeout=timeout), loop_thread())
 
 
-class View:
-    """What a reference server shows of itself. Each question is asked anew; nothing is kept."""
+class View(Caller):
+    """What a reference server shows of itself. Each question blocks and is asked anew; nothing is kept.
+
+    Raises `ServerUnreachable`, `Refused`.
+    """
 
     def __init__(self, options: Options, thread: LoopThread) -> None:
+        super().__init__(thread, f"the view of {options.server}", options.connect_s)
         self._options = options
-        self._thread = thread
-        self._pid = os.getpid()
 
     async def status(self, *, model: str = "", timeout: float | None = None) -> Status:  # noqa: ASYNC109 - our own deadline
-        """The whole picture, or that of one model. Raises `ServerUnreachable`, `Refused`."""
-        check_process(self._pid, f"the view of {self._options.server}")
-        deadline = self._deadline(timeout)
-        return await self._thread.here(fetch_status(self._options, model=model, deadline=deadline))
+        """The whole picture, or that of one model."""
+        self._check_process()
+        return await self._thread.here(fetch_status(self._options, model=model, deadline=self._deadline(timeout)))
 
     async def models(self) -> list[str]:
         """Names of all models, sorted."""
@@ -386,17 +466,30 @@ class View:
         return found.replicas if found is not None else ()
 
     async def next_version(self, model: str, *, timeout: float | None = None) -> int:  # noqa: ASYNC109 - our own deadline
-        """The lowest number that nobody has taken."""
+        """The number with which a restarted trainer goes on: the lowest above all that were ever taken, 0 at first.
+
+        Taken are versions that exist or were lost, those that only some shards have published, and those that are
+        claimed. Ask on one shard and tell the others. A restarted server knows what the workers that live have told
+        it: it is waited for until all have, and where no worker of the model lives, it begins with 0. Raises
+        `ServerUnreachable`, `DeadlineExceeded`.
+        """
         self._check(model)
         return await self._thread.here(wait_for_number(self._options, model, self._deadline(timeout)))
 
     async def layout(self, model: str, spec: Spec = "latest", *, timeout: float | None = None) -> LayoutView:  # noqa: ASYNC109 - our own deadline
-        """What a version is made of: the names, dtypes and shapes of its tensors, shard by shard."""
+        """What a version is made of, for whoever has registered nothing: names, dtypes and shapes, shard by shard.
+
+        With boxes: of the whole tensors, in one shard, as `load` gives them. Raises `VersionUnavailable`, `SourceLost`,
+        `ServerUnreachable`, `DeadlineExceeded`, `UsageError`.
+        """
         self._check(model)
         return await self._thread.here(layout_of(self._options, model, plain_spec(spec), self._deadline(timeout)))
 
     async def metadata(self, model: str, spec: Spec = "latest", *, timeout: float | None = None) -> dict[str, Json]:  # noqa: ASYNC109 - our own deadline
-        """What the publisher of a version said beside its tensors."""
+        """What the publisher of a version said beside its tensors, {} if nothing.
+
+        Asked of a holder by `tcp`, and verified. Raises as `layout` does; `SourceLost` where none can be reached.
+        """
         self._check(model)
         return await self._thread.here(metadata_of(self._options, model, plain_spec(spec), self._deadline(timeout)))
 
@@ -405,29 +498,12 @@ class View:
         return (await self.status()).transfers
 
     def _check(self, model: str) -> None:
-        check_process(self._pid, f"the view of {self._options.server}")
+        self._check_process()
         check_name(model, "model")
-
-    def _deadline(self, timeout: float | None) -> float:
-        seconds = _seconds(timeout, "timeout")
-        return time.monotonic() + (self._options.connect_s if seconds is None else seconds)
-
-    def _block_on(self, work: Coroutine[object, object, T], what: str, timeout: float | None = None) -> T:
-        try:
-            check_process(self._pid, f"the view of {self._options.server}")
-            deadline = self._deadline(timeout)
-        except BaseException:
-            work.close()
-            raise
-        return self._thread.wait(work, deadline=deadline, what=f"{what} of {self._options.server}")
 
     async def _model(self, name: str) -> ModelView | None:
         found = (await self.status(model=ModelName(name))).models
         return found[0] if found else None
-
-
-def _seconds(value: float | None, what: str) -> float | None:
-    return None if value is None else parse_seconds(value, what)
 
 
 def _certain(version: int | None) -> int:

@@ -4,13 +4,12 @@ Nothing of the caller's is registered, and nothing needs to be known before but 
 """
 
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Unpack
 
 from .protocol.errors import UsageError
 from .protocol.manifest import Json
 from .protocol.messages import Spec
-from .runtime.config import Options, check_name, parse_seconds, worker_options
+from .runtime.config import LoadArguments, Options, check_arguments, check_name, open_options, parse_seconds
 from .runtime.loops import loop_thread
 from .runtime.opening import Filled, fill_all
 from .runtime.questions import spec_of_text
@@ -49,14 +48,15 @@ class Asked(NamedTuple):
     deadline: float
 
 
-def asked(reference: str, timeout: float | None, **arguments: object) -> Asked:
+def asked(reference: str, timeout: float | None, **where: Unpack[LoadArguments]) -> Asked:
     """Raises `UsageError` that names what is wrong."""
     model, at, text = reference.rpartition("@") if isinstance(reference, str) else ("", "", "")
     if not at:
         hint = 'load("policy@latest"), "policy@7" or "policy@latest-1"'
         raise UsageError(f"{reference!r} names no version of a model", hint=hint)
     spec = spec_of_text(text)
-    options = worker_options(None, **arguments)
+    check_arguments(where, LoadArguments)
+    options = open_options(**where)
     seconds = options.timeout_s if timeout is None else parse_seconds(timeout, "timeout")
     return Asked(check_name(model, "model"), spec, options, time.monotonic() + seconds)
 
@@ -73,21 +73,11 @@ async def run(wanted: Asked, *, only_one: bool) -> list[Loaded]:
     return [Loaded(each, wanted.model) for each in filled]
 
 
-def _where(*values: object) -> dict[str, object]:
-    return dict(zip(("server", "site", "token", "insecure", "host", "verify", "transports"), values, strict=True))
-
-
-def load(
+async def load_async(
     reference: str,
     *,
-    server: str | None = None,
-    site: str | None = None,
-    token: str | None = None,
-    insecure: bool | None = None,
-    host: str | None = None,
-    verify: str | None = None,
-    transports: str | Sequence[str] | None = None,
-    timeout: float | None = None,
+    timeout: float | None = None,  # noqa: ASYNC109 - our own deadline
+    **where: Unpack[LoadArguments],
 ) -> Loaded:
     """The tensors of a version, by name: `load("policy@latest")`, "policy@7", "policy@latest-1".
 
@@ -97,46 +87,6 @@ def load(
     `Refused`, what `replicate` raises, and `UsageError` for several shards that were published without boxes: see
     `load_shards`. What was published with boxes comes as whole tensors, however it was cut.
     """
-    where = _where(server, site, token, insecure, host, verify, transports)
-    (found,) = _load(asked(reference, timeout, **where), f"load({reference!r})", only_one=True)
-    return found
-
-
-def load_shards(
-    reference: str,
-    *,
-    server: str | None = None,
-    site: str | None = None,
-    token: str | None = None,
-    insecure: bool | None = None,
-    host: str | None = None,
-    verify: str | None = None,
-    transports: str | Sequence[str] | None = None,
-    timeout: float | None = None,
-) -> list[Loaded]:
-    """As `load`, of a model of any number of shards: the tensors of each of them, in order, all of one version."""
-    where = _where(server, site, token, insecure, host, verify, transports)
-    return _load(asked(reference, timeout, **where), f"load_shards({reference!r})", only_one=False)
-
-
-def _load(wanted: Asked, what: str, *, only_one: bool) -> list[Loaded]:
-    return loop_thread().wait(run(wanted, only_one=only_one), deadline=wanted.deadline, what=what)
-
-
-async def load_async(
-    reference: str,
-    *,
-    server: str | None = None,
-    site: str | None = None,
-    token: str | None = None,
-    insecure: bool | None = None,
-    host: str | None = None,
-    verify: str | None = None,
-    transports: str | Sequence[str] | None = None,
-    timeout: float | None = None,  # noqa: ASYNC109 - our own deadline
-) -> Loaded:
-    """The tensors of a version, by name; as `tensorhub.load`, awaited."""
-    where = _where(server, site, token, insecure, host, verify, transports)
     (found,) = await loop_thread().here(run(asked(reference, timeout, **where), only_one=True))
     return found
 
@@ -144,15 +94,24 @@ async def load_async(
 async def load_shards_async(
     reference: str,
     *,
-    server: str | None = None,
-    site: str | None = None,
-    token: str | None = None,
-    insecure: bool | None = None,
-    host: str | None = None,
-    verify: str | None = None,
-    transports: str | Sequence[str] | None = None,
     timeout: float | None = None,  # noqa: ASYNC109 - our own deadline
+    **where: Unpack[LoadArguments],
 ) -> list[Loaded]:
-    """The tensors of each shard of a version; as `tensorhub.load_shards`, awaited."""
-    where = _where(server, site, token, insecure, host, verify, transports)
+    """As `load`, of a model of any number of shards: the tensors of each of them, in order, all of one version."""
     return await loop_thread().here(run(asked(reference, timeout, **where), only_one=False))
+
+
+def load(reference: str, *, timeout: float | None = None, **where: Unpack[LoadArguments]) -> Loaded:
+    (found,) = _load(asked(reference, timeout, **where), f"load({reference!r})", only_one=True)
+    return found
+
+
+def load_shards(reference: str, *, timeout: float | None = None, **where: Unpack[LoadArguments]) -> list[Loaded]:
+    return _load(asked(reference, timeout, **where), f"load_shards({reference!r})", only_one=False)
+
+
+load.__doc__, load_shards.__doc__ = load_async.__doc__, load_shards_async.__doc__
+
+
+def _load(wanted: Asked, what: str, *, only_one: bool) -> list[Loaded]:
+    return loop_thread().wait(run(wanted, only_one=only_one), deadline=wanted.deadline, what=what)

@@ -7,18 +7,17 @@ of it has both.
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 from . import aio
-from .group import Several, all_or_none, leave, together
+from .group import Several, open_several, together
 from .memory.registration import register as register_tensors
 from .protocol.errors import GroupMismatch, UsageError, VersionUnavailable
 from .protocol.layout import Box
 from .protocol.manifest import Json
 from .protocol.messages import PREFETCHED, Spec, parse_spec, steps_back
 from .protocol.names import Version
-from .runtime.config import check_name, parse_seconds, worker_options
-from .runtime.loops import loop_thread
+from .runtime.config import OpenArguments, check_name, open_options
 from .runtime.questions import available_versions, plain_spec, wait_for_version
 
 if TYPE_CHECKING:
@@ -35,47 +34,16 @@ def open_set(
     replica: str,
     shard: int = 0,
     shards: int = 1,
-    server: str | None = None,
     reliable: bool = True,
-    site: str | None = None,
-    token: str | None = None,
-    insecure: bool | None = None,
-    host: str | None = None,
-    verify: str | None = None,
-    chunk_bytes: int | str | None = None,
-    transports: str | Sequence[str] | None = None,
-    prefetch: str | None = None,
-    retain: int | None = None,
-    host_bytes: int | str | None = None,
-    timeout: float | None = None,
-    call_timeout: float | None = None,
+    **options: Unpack[OpenArguments],
 ) -> "WeightsSet":
     """Join each of these models as one shard of the replica of that name; the rest is as in `tensorhub.open`.
 
     `host_bytes` is for each model. If one model cannot be joined, none is. Raises as `tensorhub.open` does.
     """
-    names, began = _models(models), time.monotonic()
-    options = worker_options(
-        server=server,
-        site=site,
-        token=token,
-        insecure=insecure,
-        host=host,
-        verify=verify,
-        chunk_bytes=chunk_bytes,
-        transports=transports,
-        prefetch=prefetch,
-        retain=retain,
-        host_bytes=host_bytes,
-        connect_s=None if timeout is None else parse_seconds(timeout, "timeout"),
-        timeout_s=None if call_timeout is None else parse_seconds(call_timeout, "call_timeout"),
-    )
-
-    async def join() -> list[aio.Weights]:
-        return await all_or_none([aio._join(name, replica, shard, shards, reliable, options) for name in names])
-
-    what = f"open_set of {'+'.join(names)}/{replica}[{shard}]"
-    return WeightsSet(names, loop_thread().wait(join(), deadline=began + options.connect_s, what=what, undo=leave))
+    names = _models(models)
+    places, what = [(name, shard) for name in names], f"open_set of {'+'.join(names)}"
+    return WeightsSet(names, open_several(places, replica, shards, reliable, open_options(**options), what))
 
 
 class WeightsSet(Several):
@@ -89,9 +57,6 @@ class WeightsSet(Several):
         me = members[0]._client.me
         super().__init__(members, f"{'+'.join(models)}/{me.replica}[{me.shard}]")
         self.models = tuple(models)  # their names, in order
-
-    def __repr__(self) -> str:
-        return f"<WeightsSet {self._name}>"
 
     def __enter__(self) -> "WeightsSet":
         return self

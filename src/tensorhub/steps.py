@@ -25,10 +25,10 @@ def check_step(
     check_metadata(metadata)
     if weights is None:
         return
-    ours = weights._aio
-    what = f"mutating(version={version!r})"
-    parse_number(version, f"mutating() of {ours._client.me}")
-    ours._block_on(ours._client.settled("mutating", ours._deadline(timeout)), timeout, what)
+    client = weights._client
+    parse_number(version, f"mutating() of {client.me}")
+    work = client.settled("mutating", weights._deadline(timeout))
+    weights._wait(work, timeout, f"mutating(version={version!r})")
 
 
 def check_metadata(metadata: Mapping[str, object] | None) -> None:

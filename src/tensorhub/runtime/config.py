@@ -5,14 +5,14 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from decimal import Decimal
 from ipaddress import IPv6Address
 from math import isfinite, nan
 from numbers import Integral, Real
 from pathlib import Path
-from typing import IO, Literal, TypeVar
+from typing import IO, Literal, TypedDict, TypeVar, Unpack
 from urllib.parse import urlsplit
 
 from ..protocol.errors import TensorHubError, UsageError
@@ -472,6 +472,47 @@ def worker_options(environ: Mapping[str, str] | None = None, **arguments: object
     token, token_file, insecure = map(arguments.get, ACCESS)
     access = access_of(environ, token=token, token_file=token_file, insecure=insecure)
     return replace(options_without_token(environ, **arguments), token=access.token, insecure=access.insecure)
+
+
+class LoadArguments(TypedDict, total=False):
+    """What `load` and `open` take; what is None, or left out, comes from the environment, else from its default."""
+
+    server: str | None
+    site: str | None
+    token: str | None
+    insecure: bool | None
+    host: str | None
+    verify: str | None
+    transports: str | Sequence[str] | None
+
+
+class OpenArguments(LoadArguments, total=False):
+    """What `open` takes beside a place in a model. `timeout` is for the call itself, `call_timeout` for later ones."""
+
+    chunk_bytes: int | str | None
+    prefetch: str | None
+    retain: int | None
+    host_bytes: int | str | None
+    timeout: float | None
+    call_timeout: float | None
+
+
+def check_arguments(given: Mapping[str, object], known: type) -> None:
+    """Raises `TypeError`, as Python does, for one that there is none of."""
+    names = known.__annotations__
+    for name in given:
+        if name not in names:
+            raise TypeError(f"got an unexpected keyword argument {name!r}; there are {', '.join(names)}")
+
+
+def open_options(**given: Unpack[OpenArguments]) -> Options:
+    """What those arguments come to. Raises `UsageError`, and `TypeError` for an argument that there is none of."""
+    check_arguments(given, OpenArguments)
+    arguments: dict[str, object] = {**given}
+    for argument, name in (("timeout", "connect_s"), ("call_timeout", "timeout_s")):
+        seconds = arguments.pop(argument, None)
+        arguments[name] = None if seconds is None else parse_seconds(seconds, argument)
+    return worker_options(None, **arguments)
 
 
 def options_without_token(environ: Mapping[str, str] | None = None, **arguments: object) -> Options:
