@@ -75,6 +75,7 @@ def open(
     reliable: bool = True,
     **options: Unpack[OpenArguments],
 ) -> "Weights":
+    """As `tensorhub.aio.open`, whose text it gets below."""
     began, thread, settings = time.monotonic(), loop_thread(), open_options(**options)
     deadline, what = began + settings.connect_s, f"open of {model}/{replica}[{shard}]"
     joining = aio.join(model, replica, shard, shards, reliable, settings)
@@ -86,11 +87,8 @@ def open(
         raise
 
 
-open.__doc__ = aio.open.__doc__
-
-
 class Weights(aio.Worker, Blocking[aio.Weights]):
-    __doc__ = aio.Weights.__doc__
+    """As `tensorhub.aio.Weights`, whose text it gets below."""
 
     def __init__(self, weights: aio.Weights) -> None:
         aio.Worker.__init__(self, weights._client, weights._thread)
@@ -113,11 +111,13 @@ class Weights(aio.Worker, Blocking[aio.Weights]):
         partial: bool = False,
         leave_out: str | Sequence[str] = (),
     ) -> None:
+        """As the coroutine; looks at the tensors in the caller's thread."""
         self._check_process()
         found = register_tensors(tensors, dtype, boxes, partial=partial, leave_out=leave_out)  # in the caller's thread
         self._wait(self._aio.take(found, of=tensors), None, "register()")
 
     def resume(self, tensors: "type_of_weights | None" = None) -> None:
+        """As the coroutine; looks at the tensors in the caller's thread."""
         self._check_process()
         found = self._client.suspension.again(tensors)
         self._wait(self._aio.take(found, of=tensors, is_resumed=True), None, "resume()")
@@ -126,6 +126,7 @@ class Weights(aio.Worker, Blocking[aio.Weights]):
     def mutating(
         self, *, version: int, metadata: Mapping[str, object] | None = None, timeout: float | None = None
     ) -> Iterator[None]:
+        """As the coroutine."""
         claiming = self._aio._claim(version, timeout, metadata)
         self._wait(claiming, timeout, f"mutating(version={version!r})", undo=self._aio._unclaim)
         try:
@@ -137,6 +138,7 @@ class Weights(aio.Worker, Blocking[aio.Weights]):
         self.publish(version, metadata=metadata, timeout=timeout)
 
     def close(self, *, timeout: float | None = None) -> None:
+        """As the coroutine; a finaliser may call it."""
         self._aio._is_closing = True
         if not self._thread.leaves(lambda: self._aio.close(timeout=timeout)):
             self._wait(self._aio.close(timeout=timeout), timeout, "close()")
@@ -152,10 +154,6 @@ class Weights(aio.Worker, Blocking[aio.Weights]):
     wait_for = blocking(aio.Weights.wait_for)
     wait_held = blocking(aio.Weights.wait_held)
     check = blocking(aio.Weights.check)
-
-
-for _name in ("register", "resume", "mutating", "close"):
-    getattr(Weights, _name).__doc__ = getattr(aio.Weights, _name).__doc__
 
 
 def serve(
@@ -200,14 +198,12 @@ def connect(
     insecure: bool | None = None,
     timeout: float | None = None,
 ) -> "View":
+    """As `tensorhub.aio.connect`, whose text it gets below."""
     return View(aio.connect(server, token=token, insecure=insecure, timeout=timeout))
 
 
-connect.__doc__ = aio.connect.__doc__
-
-
 class View(Blocking[aio.View]):
-    __doc__ = aio.View.__doc__
+    """As `tensorhub.aio.View`, whose text it gets below."""
 
     status = blocking(aio.View.status)
     models = blocking(aio.View.models)
@@ -217,3 +213,11 @@ class View(Blocking[aio.View]):
     layout = blocking(aio.View.layout)
     metadata = blocking(aio.View.metadata)
     transfers = blocking(aio.View.transfers)
+
+
+for _ours, _theirs, _names in (
+    (globals(), vars(aio), ("open", "connect", "Weights", "View")),
+    (vars(Weights), vars(aio.Weights), ("register", "resume", "mutating", "close")),
+):
+    for _name in _names:
+        _ours[_name].__doc__ = _theirs[_name].__doc__

@@ -102,11 +102,13 @@ async def load_shards_async(
 
 
 def load(reference: str, *, timeout: float | None = None, **where: Unpack[LoadArguments]) -> Loaded:
+    """As `tensorhub.aio.load`, whose text it gets below."""
     (found,) = _load(asked(reference, timeout, **where), f"load({reference!r})", only_one=True)
     return found
 
 
 def load_shards(reference: str, *, timeout: float | None = None, **where: Unpack[LoadArguments]) -> list[Loaded]:
+    """As `tensorhub.aio.load_shards`, whose text it gets below."""
     return _load(asked(reference, timeout, **where), f"load_shards({reference!r})", only_one=False)
 
 
