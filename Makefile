@@ -40,8 +40,8 @@ test: setup ## what CI runs: every promise once, in about six minutes on two cor
 	@echo "test: house rules, units, scenarios, simulation, then real processes (six minutes on two cores)"
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS)
 
-test-all: setup ## what a release needs: tests marked long too, then seeds, every small history, and broken cores
-	@echo "test-all: all tests, seeds 0 to 200 of the simulator, the explorer for three minutes, the mutants of the list"
+test-all: setup ## what a release needs: tests marked long too, then seeds, single faults, and broken cores
+	@echo "test-all: all tests, seeds 0 to 200 of the simulator, single faults for three minutes, the mutants of the list"
 	@$(BIN)/python -m pytest --long $(SIDE_BY_SIDE)
 	@$(MAKE) sim SEEDS=0..200
 	@$(MAKE) explore MINUTES=3
@@ -77,9 +77,9 @@ sim: setup ## simulate the seeds of SEEDS (0..2000) on virtual time (ARGS="--sto
 	@echo "sim: $(or $(ARGS),seeds $(SEEDS)); every promise is checked after every event"
 	@$(BIN)/python -m tests.sim $(or $(ARGS),--seeds $(SEEDS))
 
-explore: setup ## every history of a small cluster, for MINUTES (10): states, depth, and the shortest history to a failure
-	@echo "explore: every history of a small cluster, for $(MINUTES) min"
-	@$(BIN)/python -m tests.explore --minutes $(MINUTES) $(ARGS)
+explore: setup ## each single fault in a small history, then pairs of faults, for MINUTES (10)
+	@echo "explore: each single fault in a small history, for $(MINUTES) min"
+	@$(BIN)/python -m tests.sim --sweep --minutes $(MINUTES) $(ARGS)
 
 mutants: setup ## break the core on purpose: some seed or test must notice (ARGS=--mechanical: 500 drawn ones)
 	@echo "mutants: the core is broken on purpose"

@@ -1,13 +1,10 @@
-"""Draws mechanical mutants by a seed, judges each in a process of its own, and says who survived.
+"""Draws mechanical mutants by a seed, judges each in a process of its own, and lists those that nothing notices.
 
     python -m tests.mutants --mechanical --draw 500 --seed 1 --jobs 2 [--minutes 20]
 
-The seed gives each mutant its place in one order of all, and the first of them are drawn: whoever is new or gone
-changes nothing for the others, and a larger draw begins with the smaller one. A run that ends early is taken up by the
-next.
-
-mutmut and cosmic-ray were looked at first: both judge by a test command alone, and neither draws, removes statements or
-knows what a seed of the simulator executes. `survivors.txt` holds the mutants that were looked at and protect nothing.
+The seed gives each mutant its place in one order of all, and the first of them are drawn: a mutant that is new or gone
+changes nothing for the others. A run that ends early is continued by the next. Of the survivors some change nothing
+that matters (a tie, a text, a speed); each of the others wants a test.
 """
 
 import hashlib
@@ -16,22 +13,12 @@ import time
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from math import inf
-from pathlib import Path
 
 from . import judging, recorded, typed
 from .forks import run_all
 from .judging import Judge, Verdict
 from .operators import STRANGERS, Mechanical, mutants_of
 from .substitute import PACKAGE, compile_all, file_of, files, mutated
-
-CLASSED = Path(__file__).with_name("survivors.txt")
-CLASSES = {
-    "equivalent": "no behaviour differs",
-    "people": "only what people read differs",
-    "performance": "slower, or more messages; nothing is lost by it",
-    "defended": "a second line of defence: what it keeps out is kept out elsewhere, which the reason names",
-    "limit": "the exact value of a bound, or of a tie, is a choice",
-}
 
 
 @dataclass(frozen=True)
@@ -43,7 +30,6 @@ class Plan:
     jobs: int
     only: str = ""
     seeds: int = 150  # of the simulator, recorded and then shown
-    walks: int = 240  # of the explorer
     budget_s: float = 60.0  # processor seconds of histories for one mutant
     minutes: float = inf  # no mutant is begun later
 
@@ -70,34 +56,15 @@ def drawn(plan: Plan) -> list[Mechanical]:
     ]
 
 
-# --- classes ----------------------------------------------------------------------------------------------------------
-
-
-def classes(text: str) -> dict[str, tuple[str, str]]:
-    """By key: class and reason, as reviewed. A line `class: key`, then its reason, indented."""
-    found: dict[str, tuple[str, str]] = {}
-    key = ""
-    for number, line in enumerate(text.splitlines(), start=1):
-        if line.startswith("    ") and key:
-            kind, reason = found[key]
-            found[key] = (kind, f"{reason} {line.strip()}".strip())
-        elif line.strip() and not line.startswith("#"):
-            kind, _, key = line.partition(": ")
-            if kind not in CLASSES or not key:
-                raise ValueError(f"line {number}: {line!r}; classes are {', '.join(CLASSES)}")
-            found[key] = (kind, "")
-    return found
-
-
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
 def run(plan: Plan) -> int:
-    """Draw, judge, print. The exit status is 1 if somebody survived who has no class."""
+    """Draw, judge, print. The exit status is 1 if one survived."""
     began = time.monotonic()
     mutants = drawn(plan)
-    tests, histories = recorded.tests(plan.jobs), recorded.all_histories(plan.seeds, plan.walks, plan.jobs)
-    kept = recorded.Verdicts(f"{plan.seeds} {plan.walks} {plan.budget_s}")
+    tests, histories = recorded.tests(plan.jobs), recorded.all_histories(plan.seeds, plan.jobs)
+    kept = recorded.Verdicts(f"{plan.seeds} {plan.budget_s}")
     verdicts = {mutant.key: verdict for mutant in mutants if (verdict := kept.of(mutant.key)) is not None}
     waiting = [mutant for mutant in mutants if mutant.key not in verdicts]
     print(
@@ -146,36 +113,24 @@ def _line(mutant: Mechanical, verdict: Verdict) -> str:
 
 
 def _tell(plan: Plan, mutants: list[Mechanical], verdicts: dict[str, Verdict], took_s: float) -> int:
-    known = classes(CLASSED.read_text(encoding="utf-8")) if CLASSED.exists() else {}
     by_file: dict[str, Counter[str]] = {}
-    survivors = []
     for mutant in mutants:
         verdict = verdicts[mutant.key]
         by_file.setdefault(mutant.file, Counter())[verdict.outcome] += 1
         if verdict.outcome == "survived":
-            survivors.append((mutant, verdict))
-    for mutant, verdict in survivors:
-        kind = known.get(mutant.key, ("NO CLASS", ""))[0]
-        seen = f"{verdict.other_histories} of {verdict.seeds} seeds went otherwise"
-        print(f"\n{mutant.file}:{mutant.line} {mutant.operator} [{kind}] {seen}\n{mutant.key}")
+            seen = f"{verdict.other_histories} of {verdict.seeds} seeds went otherwise"
+            print(f"\n{mutant.file}:{mutant.line} {mutant.operator}, {seen}\n{mutant.key}")
     print(f"\n{'file':28s} {'killed':>7s} {'timed out':>10s} {'survived':>9s}")
     for file, counts in sorted(by_file.items()):
         print(f"{file:28s} {counts['killed']:7d} {counts['timed out']:10d} {counts['survived']:9d}")
     total = sum(by_file.values(), Counter())
     noticed = Counter(_kind(verdicts[mutant.key].by) for mutant in mutants if verdicts[mutant.key].by)
-    stale = [key for key in known if key not in {mutant.key for mutant in all_mutants()}]
-    print("".join(f"\n{CLASSED.name}: no such mutant any more: {key}" for key in stale))
     caught = total["killed"] + total["timed out"]
-    unclassed = [mutant.key for mutant, _ in survivors if mutant.key not in known]
     print(f"{'all':28s} {total['killed']:7d} {total['timed out']:10d} {total['survived']:9d}")
-    share = f"{100 * caught / max(1, len(mutants)):.1f} %"
-    kinds = Counter(known[mutant.key][0] for mutant, _ in survivors if mutant.key in known)
-    classed = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
     print("noticed by " + ", ".join(f"{kind}: {count}" for kind, count in noticed.most_common()))
-    survived = f"survivors: {classed or 'none with a class'}; {len(unclassed)} without a class"
-    print(f"{share} of {len(mutants)} noticed, {took_s / 60:.1f} min; {survived}")
+    print(f"{100 * caught / max(1, len(mutants)):.1f} % of {len(mutants)} noticed, {took_s / 60:.1f} min")
     rows = [{**asdict(mutant), **asdict(verdicts[mutant.key]), "key": mutant.key} for mutant in mutants]
     whole = {"plan": asdict(plan), "took_s": took_s, "counts": dict(total), "mutants": rows}
     recorded.OUT.mkdir(parents=True, exist_ok=True)
     (recorded.OUT / "mechanical.json").write_text(json.dumps(whole, indent=1))
-    return 1 if unclassed else 0
+    return 1 if total["survived"] else 0

@@ -18,7 +18,7 @@ from .substitute import ROOT, Ran, recording
 OUT = ROOT / "out" / "mutants"
 VERDICTS = OUT / "verdicts.json"
 CORE = ("src/tensorhub/protocol", "src/tensorhub/server", "src/tensorhub/worker")
-HISTORIES = (*CORE, "tests/sim", "tests/explore", histories.PLANS)
+HISTORIES = (*CORE, "tests/sim", histories.PLANS)
 
 
 def _digest(paths: Iterator[Path], more: str = "") -> str:
@@ -58,10 +58,10 @@ def tests(jobs: int) -> list[Judge]:
     return _recorded("tests", state, [_record_tests], jobs)
 
 
-def all_histories(seeds: int, walks: int, jobs: int) -> list[Judge]:
+def all_histories(seeds: int, jobs: int) -> list[Judge]:
     """Every history that judges."""
-    state = _digest(_below(*HISTORIES), f"{seeds} {walks}")
-    names = histories.named(seeds, walks)
+    state = _digest(_below(*HISTORIES), f"{seeds}")
+    names = histories.named(seeds)
     works: list[Callable[[], object]] = [lambda s=share: _record_histories(names[s::jobs]) for share in range(jobs)]  # type: ignore[misc]
     return _recorded("histories", state, works, jobs)
 
@@ -119,4 +119,4 @@ class Verdicts:
             return _digest(iter({*_below(*CORE), *near, *transcripts, ROOT / file}))
         if by == typed.BY:
             return _digest(_below(*CORE))
-        return _digest(_below(*HISTORIES)) if by.startswith(("seed ", "plan ", "walk ")) else self._everything
+        return _digest(_below(*HISTORIES)) if by.startswith(("seed ", "plan ")) else self._everything

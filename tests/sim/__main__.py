@@ -23,9 +23,14 @@ def simulate(
     storm: Annotated[
         bool, typer.Option("--storm", metavar=NO_TYPE, help="Run new seeds until Ctrl-C or --minutes.")
     ] = False,
-    minutes: Annotated[float | None, typer.Option(help="How long a storm lasts.", min=0.0, show_default=False)] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="How long a storm or a sweep lasts.", min=0.0, show_default=False)
+    ] = None,
     mixed: Annotated[
         bool, typer.Option("--mixed", metavar=NO_TYPE, help="Of many, only those with two ways to cut tensors.")
+    ] = False,
+    sweep: Annotated[
+        bool, typer.Option("--sweep", metavar=NO_TYPE, help="Each single fault in a small history, for --minutes.")
     ] = False,
     jobs: Annotated[int, between(1, MAX_JOBS, help="Processes at a time.", show_default="cores")] = min(
         os.cpu_count() or 1, MAX_JOBS
@@ -42,10 +47,12 @@ def simulate(
     ] = None,
 ) -> None:
     """Run whole clusters on virtual time, under faults drawn from a seed. Exit status 1 if a promise was broken."""
-    if (seed is not None) + bool(seeds) + storm + (shrink is not None) + (plan is not None) != 1:
-        raise typer.BadParameter("give exactly one of --seed, --seeds, --storm, --shrink and --plan")
+    if (seed is not None) + bool(seeds) + storm + sweep + (shrink is not None) + (plan is not None) != 1:
+        raise typer.BadParameter("give exactly one of --seed, --seeds, --storm, --sweep, --shrink and --plan")
     if shrink is not None:
         _shrink(shrink)
+    elif sweep:
+        _sweep(minutes if minutes is not None else 10.0, jobs)
     elif plan is not None:
         _simulate_plan(plan, quiet=quiet)
     elif seed is not None:
@@ -63,6 +70,16 @@ def _shrink(seed: int) -> None:
         typer.echo(f"seed {seed} keeps every promise: nothing to shrink", err=True)
         raise typer.Exit(1)
     typer.echo(found.text, nl=False)
+
+
+def _sweep(minutes: float, jobs: int) -> None:
+    from .sweep import sweep
+
+    done, failure = sweep(minutes, jobs)
+    typer.echo(f"{done} histories of single faults: " + ("one failed" if failure else "every promise kept"))
+    if failure:
+        typer.echo(failure, nl=False)
+        raise typer.Exit(1)
 
 
 def _simulate_plan(path: Path, *, quiet: bool) -> None:

@@ -1,7 +1,7 @@
 """Reads across layouts in the simulated data plane: a chunk of the reader's comes out of one of several sources.
 
 The reader's chunk number n needs shard n of the source's cut, counted round. What is taken is good only if the source's
-memory is what was granted at that very moment. How contents follow from each other says `truth/contents.py`.
+memory is what was granted at that very moment. How contents follow from each other says `contents.py`.
 """
 
 from collections.abc import Callable
@@ -11,9 +11,9 @@ from tensorhub.protocol.messages import Failure, Grant
 from tensorhub.protocol.names import Digest, Ticket, WorkerId
 from tensorhub.worker.events import AcrossOpened, PartEnded, PartMeasured
 
+from .contents import derived, values_of
 from .dataplane import CHUNK_BYTES, LOOK_S, SILENCE_S, DataPlane
 from .hostcopies import Place
-from .truth.contents import derived, values_of
 
 if TYPE_CHECKING:
     from .process import Process

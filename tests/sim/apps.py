@@ -13,9 +13,9 @@ from tensorhub.protocol.names import Digest, Version
 from tensorhub.worker.events import Called, ClaimDropped, Finished
 from tensorhub.worker.state import FILLS
 
+from .contents import plain_root_of, root_of, values_of
 from .plan import Replica, Step
 from .process import Process
-from .truth.contents import plain_root_of, root_of, values_of
 
 if TYPE_CHECKING:
     from .cluster import Cluster
@@ -48,6 +48,8 @@ class App:
         self._outcomes: Outcomes = {}
         self._filled: dict[str, None] = {}  # the processes that have called for a version, by name
         self._failures = 0  # of steps, one after another
+        self.has: Version | None = None  # as its latest step that succeeded published or gave it
+        self.is_refused = False  # there is no host memory for what it would have to keep
 
     @property
     def shard_count(self) -> int:
@@ -209,8 +211,6 @@ class TrainerApp(App):
         self.version = 0
         self.number = 0  # as published: the version, or by mistake a former one
         self.phase = "publish"
-        self.published: Version | None = None
-        self.is_refused = False  # it may not leave what it holds: there is no host memory for it
         self.claimed: Version | None = None  # what it asks to publish next, or may
         self._has_failed_to_claim = False  # then it takes its version back without
         self._is_anew = False  # one of its processes has died
@@ -224,7 +224,7 @@ class TrainerApp(App):
         return Step("publish", rest_s=0.5, claims=any(step.claims for step in self.replica.steps))
 
     def take(self, step: Step) -> None:
-        if self.is_settling and self.phase == "rest" and self.published is not None:
+        if self.is_settling and self.phase == "rest" and self.has is not None:
             self.world.after(0.5, self.next_step)
         elif self.replica.resumes and (self._is_anew or (step.back and not self.is_quiet)):
             self.phase, self.claimed, self._is_anew = "resume", None, False
@@ -274,8 +274,8 @@ class TrainerApp(App):
 
     def _pin(self, step: Step) -> None:
         """Keep the version published last, for a while; or let go of what is kept."""
-        is_wanted = not self.is_calm and self.published is not None and step.wishes
-        pins = (self.published,) if is_wanted and self.published is not None else ()
+        is_wanted = not self.is_calm and self.has is not None and step.wishes
+        pins = (self.has,) if is_wanted and self.has is not None else ()
         for process in list(self.shards.values()):
             process.wish(None, pins)
 
@@ -299,7 +299,7 @@ class TrainerApp(App):
                 process.wish(None, ())  # as the error's hint says
         if self.phase == "publish":
             if is_good:
-                self.published = Version(self.number)
+                self.has = Version(self.number)
                 self.phase = "rest"
             else:
                 self.phase = "unpublish"
@@ -338,8 +338,6 @@ class RolloutApp(App):
     def __init__(self, cluster: "Cluster", replica: Replica) -> None:
         super().__init__(cluster, replica)
         self.other_tensors = {}
-        self.has: Version | None = None
-        self.is_refused = False  # there is no host memory for what it would have to keep
 
     def plain_step(self) -> Step:
         return Step("update", "latest", rest_s=0.5)

@@ -20,7 +20,7 @@ class Fates:
         self.is_stormy = True
         self.noted: list[Fate] = []
         self._planned = None if plan.fates is None else {(f.process, f.direction, f.number): f for f in plan.fates}
-        self._counts: dict[tuple[str, str], int] = {}
+        self.counts: dict[tuple[str, str], int] = {}
 
     def delays(self, process: str, direction: str) -> tuple[float, ...]:
         """How late each copy of one message to ("down") or from ("up") the process is; no copy: it is lost."""
@@ -60,5 +60,5 @@ class Fates:
         return is_bad
 
     def _next(self, process: str, what: str) -> int:
-        self._counts[process, what] = number = self._counts.get((process, what), 0) + 1
+        self.counts[process, what] = number = self.counts.get((process, what), 0) + 1
         return number

@@ -156,7 +156,6 @@ class ControlPlane:
             self._backlog.append(lambda: self._notice(connection))
             return
         del self.connections[connection.sender]
-        self.cluster.watch.disconnected(connection.process)
         self._deliver(server.disconnected(connection.sender, now=self.server_now))
         self._schedule_tick()
         self.cluster.watch.server_acted()
@@ -178,7 +177,7 @@ class ControlPlane:
         """Sent by a worker."""
         process = connection.process
         delays = self.fates.delays(process.name, "up")
-        self.cluster.watch.message(process, delays)
+        self.cluster.watch.message(delays)
         for delay in delays:
             self.world.after(delay, lambda: self._arrive(connection, hello, layout, message))
 
@@ -225,7 +224,7 @@ class ControlPlane:
             if self.plan.conditions.codec:
                 message = _to_worker.decode(msgspec.msgpack.encode(message))
             delays = self.fates.delays(connection.process.name, "down")
-            self.cluster.watch.message(connection.process, delays)
+            self.cluster.watch.message(delays)
             for delay in delays:
                 self.world.after(delay, lambda c=connection, m=message: self._hand_over(c, m))  # type: ignore[misc]
 

@@ -1,39 +1,26 @@
-"""Sees everything that happens in a cluster, tells it to the truth, and asks the judges.
+"""Sees everything that happens in a cluster, tells it to the truth, and asks the oracles.
 
-The only thing that it asks of the core is whether a machine contradicts itself; no judge hears of that.
+Of the core it asks only whether a machine contradicts itself, and what the server shows to people.
 """
 
 from typing import TYPE_CHECKING
 
 from tensorhub.protocol.errors import InvariantViolation
 from tensorhub.protocol.messages import Orders, Report
-from tensorhub.protocol.names import Version
 from tensorhub.worker import events
-from tensorhub.worker.events import Finished
 
 from .across import SimAcross
 from .dataplane import SimRead
-from .judges.claims import ClaimJudge
-from .judges.crossings import CrossingJudge
-from .judges.drains import DrainJudge
-from .judges.errors import ErrorJudge
-from .judges.groups import GroupCall
-from .judges.memory import MemoryJudge
-from .judges.progress import ProgressJudge
-from .judges.retention import RetentionJudge
-from .judges.stalls import StallJudge
-from .judges.versions import VersionJudge
+from .oracles import GroupCall, Oracles
 from .plan import Misfortune
-from .truth.life import Call, Life
-from .truth.record import Truth
-from .world import OracleViolation
+from .truth import Life, Truth
 
 if TYPE_CHECKING:
     from .apps import App, Outcomes
     from .cluster import Cluster
     from .process import Process
 
-LOOK_S = 0.25  # so often the judges look at everybody
+LOOK_S = 0.25  # so often the oracles look at all workers
 
 
 class Watch:
@@ -41,57 +28,44 @@ class Watch:
 
     def __init__(self, cluster: "Cluster") -> None:
         self.cluster = cluster
-        world, truth = cluster.world, Truth(cluster.world, cluster.plan, cluster.data.contents)
-        self.truth = truth
-        self.memory = MemoryJudge(truth, world)
-        self.versions = VersionJudge(truth, world)
-        self.claims = ClaimJudge(truth, world)
-        self.retention = RetentionJudge(truth, world)
-        self.drains = DrainJudge(truth, world)
-        self.crossings = CrossingJudge(truth, world)
-        self.errors = ErrorJudge(self.drains)
-        self.progress = ProgressJudge(truth, world)
-        self.stalls = StallJudge(truth, world)
+        self.truth = Truth(cluster.world, cluster.plan, cluster.data.contents)
+        self.oracles = Oracles(self.truth)
         self.groups: dict[str, GroupCall] = {}
-        self._earlier_reads: dict[int, str] = {}
-        world.after(LOOK_S, self._look)
+        cluster.world.after(LOOK_S, self._look)
 
     def _look(self) -> None:
         for life in self.truth.lives.values():
-            self.memory.other_content(life)
-            self.memory.shared(life)
-            self.stalls.look(life)
+            self.oracles.look(life)
         self.cluster.world.after(LOOK_S, self._look)
 
     def newest(self, model: str) -> int:
-        """As anybody can see who asks the server for the versions of a model."""
+        """As a program can ask the server."""
         return self.truth.newest(model) or 0
 
     def life(self, process: "Process") -> Life:
         return self.truth.by_name[process.name]
 
-    # --- processes and faults -----------------------------------------------------------------------------------------
+    # --- processes, faults, messages ----------------------------------------------------------------------------------
 
     def started(self, process: "Process") -> None:
-        now = self.truth.now
         memory = process.memory, lambda version: process.host.places[version].memory
-        life = Life(process.me, process.name, process.hello, *memory, lambda: process.now, started=now, cut=process.cut)
-        self.truth.born(life)
+        now, clock = self.truth.now, lambda: process.now
+        self.truth.born(Life(process.me, process.name, process.hello, *memory, clock, started=now, cut=process.cut))
 
     def died(self, process: "Process") -> None:
         self.truth.died(self.life(process))
 
     def struck(self, number: int, misfortune: Misfortune) -> None:
-        self.truth.troubles.struck(number, misfortune, self.truth.now)
+        self.truth.weather.struck(number, misfortune)
 
     def passed(self, number: int) -> None:
-        self.truth.troubles.passed(number, self.truth.now)
+        self.truth.weather.passed(number, self.truth.now)
 
-    # --- messages -----------------------------------------------------------------------------------------------------
-
-    def message(self, process: "Process", delays: tuple[float, ...]) -> None:
-        """One message to or from a process is on its way, or lost."""
-        self.truth.troubles.message(self.life(process), delays, self.truth.now)
+    def message(self, delays: tuple[float, ...]) -> None:
+        """One message is on its way, or lost."""
+        usual_s = 2 * self.truth.conditions.delay_s
+        if not delays or max(delays) > usual_s:
+            self.truth.weather.disturbed("messages", self.truth.now + max(delays, default=0.0))
 
     def heard(self, process: "Process", report: Report) -> None:
         """A report arrives at the server, and is taken in."""
@@ -100,27 +74,23 @@ class Watch:
 
     def ordered(self, process: "Process", orders: Orders) -> None:
         """Orders leave the server."""
-        life = self.life(process)
-        self.truth.ordered(life, orders)
-        self.versions.ordered(life, orders)
-        self.claims.ordered(life, orders)
-        self.stalls.ordered(life, orders)
+        self.truth.ordered(self.life(process), orders)
+        self.oracles.ordered(self.life(process), orders)
 
     def turned_away(self, process: "Process") -> None:
-        """The server refuses what it has said, and closes its connection."""
+        """The server refuses what a worker has said, and closes its connection."""
         self.truth.server_life = self.cluster.control.lives
-        self.stalls.turned_away(self.life(process))
-        self.truth.turned_away(self.life(process))
+        self.oracles.turned_away(self.life(process))
+        self.life(process).heard_by = 0
+        self.truth.weather.disturbed("lives", self.truth.now)
 
-    def disconnected(self, process: "Process") -> None:
-        """The server has noticed that a connection is gone."""
-        self.life(process).is_connected = False
+    # --- the machines -------------------------------------------------------------------------------------------------
 
     def server_acted(self) -> None:
         """The machine of the server has decided."""
         server = self.cluster.control.server
         if server is not None and server.state.counters["unsettled"]:
-            self._contradicts("livelock: the rules contradict each other: one worker was decided for again and again")
+            self._contradicts("one worker was decided for again and again: the rules contradict each other")
         if server is not None and self.cluster.world.events % 32 == 0:
             try:
                 server.check_invariants()
@@ -135,30 +105,25 @@ class Watch:
             self._contradicts(str(error))
 
     def _contradicts(self, what: str) -> None:
-        self.cluster.world.note("oracle", f"invariant: {what}")
-        raise OracleViolation(f"invariant broken at {self.truth.now:.4f}: {what}")
-
-    # --- events into a worker's machine, effects out of it ------------------------------------------------------------
+        self.oracles.broken("invariant", what)
 
     def told(self, process: "Process", event: events.Event) -> None:
+        """An event goes into a worker's machine."""
         life, before = self.life(process), self.life(process).call
-        self._before(process, life, event)
-        self.truth.told(life, event)
-        if isinstance(event, events.Called) and before is None and life.call is not None:
-            self.errors.called(life, life.call)
-        if isinstance(event, events.Cancelled) and before is not None:
-            self.retention.call_ended(life, before)
-        if isinstance(event, events.ReadTouched):
-            self._touched(life)
-
-    def _before(self, process: "Process", life: Life, event: events.Event) -> None:
         if isinstance(event, events.CopiedOut) and event.failure is None and life.copying is not None:
             place = process.host.places[event.version]
-            self.memory.whole(life, event.version, life.copying[1], place.memory, "the copy")
+            self.oracles.whole(life, event.version, life.copying[1], place.memory, "the copy")
         if isinstance(event, events.ReadEnded) and event.complete and life.read is not None:
             grant = life.read.grant
             place = process.host.places[grant.version] if grant.to_host else process.buffer
-            self.memory.whole(life, grant.version, life.read.root, place.memory, "what was read")
+            self.oracles.whole(life, grant.version, life.read.root, place.memory, "what was read")
+        self.truth.told(life, event)
+        if isinstance(event, events.Called) and before is None and life.call is not None:
+            self.oracles.called(life, life.call)
+        if isinstance(event, events.Cancelled) and before is not None:
+            self.oracles.may_have_it_back(life, before)
+        if isinstance(event, events.ReadTouched):
+            self._touched(life)
 
     def _touched(self, life: Life) -> None:
         """The registered memory may be written from now on: what it had is gone."""
@@ -167,67 +132,50 @@ class Watch:
         held = life.held
         if held is not None and not held.is_served:
             life.held = None
-            self._gives_up(life, held.version, "in the buffer")
+            self.oracles.gives_up(life, held.version, "in the buffer")
 
     def wants(self, process: "Process", effect: events.Effect) -> None:
+        """An effect comes out of a worker's machine."""
         life, call = self.life(process), self.life(process).call
         had = life.held.version if life.held is not None else None
         match effect:
             case events.StopServing(version):
-                self.memory.serving_stops(life, version, from_host=False)
-                self.claims.withdraws(life, version, call)
+                self.oracles.serving_stops(life, version, from_host=False)
             case events.DropCopy(version):
-                self.memory.serving_stops(life, version, from_host=True)
+                self.oracles.serving_stops(life, version, from_host=True)
             case events.StartServing(version, root):
                 where = "the published buffer" if call is not None and call.verb == "publish" else "what was copied in"
-                self.memory.whole(life, version, root, process.memory, where)
+                self.oracles.whole(life, version, root, process.memory, where)
             case events.Left():
-                self.retention.leaves(life)
+                self.oracles.leaves(life)
             case events.Send(message) if isinstance(message, Report):
                 self.truth.said(life, message)
-                self.memory.said(life, message)
+                self.oracles.said(life, message)
         was_whole = isinstance(effect, events.DropCopy) and effect.version in life.copies
         if isinstance(effect, events.Finished) and call is not None:
-            self._finishes(life, call, effect, had)
+            self.oracles.call_ended(life, call, effect)
         self.truth.wants(life, effect)
         if isinstance(effect, events.StartServing) and call is not None and call.verb == "publish":
             self.truth.published(life, effect.version, effect.root)
         if isinstance(effect, events.CopyIn):
             self._touched(life)
         if isinstance(effect, events.DropCopy) and was_whole:
-            self._gives_up(life, effect.version, "in host memory")
+            self.oracles.gives_up(life, effect.version, "in host memory")
         if isinstance(effect, events.Finished) and call is not None:
-            self._has_finished(life, call, effect, had)
-
-    def _finishes(self, life: Life, call: Call, finished: Finished, had: Version | None) -> None:
-        if finished.error is None and call.verb == "unpublish":
-            self.memory.unpublished(life, had)
-        if finished.error is None and finished.version is not None:
-            self.truth.note_known(life, finished.version, life.root_of(finished.version))
-
-    def _has_finished(self, life: Life, call: Call, finished: Finished, had: Version | None) -> None:
-        if finished.error is not None:
-            self.errors.call_ended(life, call, finished.error)
-        self.errors.shard_ended(life, call, finished)
-        self.drains.ended(life, call)
-        self.retention.call_ended(life, call)
-        if finished.error is None and call.verb == "unpublish" and had is not None:
-            self._gives_up(life, had, "in the buffer")
-
-    def _gives_up(self, life: Life, version: Version, where: str) -> None:
-        self.retention.gives_up(life, version, where)  # first: what is lost by that is no excuse for it
-        self.truth.note_loss(life, version)
+            self.oracles.may_have_it_back(life, call)
+            if effect.error is None and call.verb == "unpublish" and had is not None:
+                self.oracles.gives_up(life, had, "in the buffer")
 
     # --- bytes --------------------------------------------------------------------------------------------------------
 
     def written(self, process: "Process", chunk: int) -> None:
         """A chunk of the registered memory was written."""
         life, value = self.life(process), process.memory[chunk]
-        self.memory.written(life, chunk, value)
+        self.oracles.written(life, chunk, value)
         held = life.held
         if held is not None and value != self.truth.contents[held.root][chunk]:
             life.held = None
-            self._gives_up(life, held.version, "in the buffer")
+            self.oracles.gives_up(life, held.version, "in the buffer")
 
     def began(self, process: "Process", read: SimRead | SimAcross) -> None:
         """A read was begun."""
@@ -235,53 +183,42 @@ class Watch:
 
     def accepted(self, process: "Process", read: SimRead | SimAcross, chunk: int) -> None:
         """A reader takes a chunk for good."""
-        self.memory.accepted(self.life(process), read, chunk, read.target.memory[chunk])
-        self.truth.accepted(self.life(process), read, chunk)
+        self.oracles.accepted(self.life(process), read, chunk, read.target.memory[chunk])
 
     def chunk_sent(self, source: "Process", read: SimRead, chunk: int) -> None:
         """A chunk goes over the wire."""
         if source.hello.site != read.reader.hello.site:
-            self.crossings.sent(self.life(source), self.life(read.reader), read, chunk)
+            self.oracles.sent(self.life(source), self.life(read.reader), read, chunk)
 
     # --- programs -----------------------------------------------------------------------------------------------------
 
     def group_called(self, app: "App", verb: str, spec: int | str) -> None:
         """All shards of a replica are about to call."""
         lives = {shard: self.life(process) for shard, process in app.shards.items()}
-        self.groups[app.name] = GroupCall(app.name, verb, spec, self.truth.now, lives)
-        self.errors.began(self.groups[app.name])
+        self.groups[app.name] = GroupCall(app.name, verb, spec, self.truth.now, lives, is_plain=app.is_quiet)
 
     def group_ended(self, app: "App", outcomes: "Outcomes") -> None:
         """All have returned, or died."""
-        self.errors.ended(self.groups[app.name], outcomes)
+        self.oracles.group_ended(self.groups[app.name], outcomes)
 
-    def _reads(self) -> dict[int, str]:
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def reads(self) -> dict[int, str]:
         """Those that the server shows as open."""
         server = self.cluster.control.server
         transfers = server.status(now=self.cluster.control.server_now).transfers if server is not None else ()
-        return {transfer.ticket: f"{transfer.model}/{transfer.target}[{transfer.shard}]" for transfer in transfers}
+        return {each.ticket: f"{each.model}/{each.target}[{each.shard}]" for each in transfers}
 
-    def nearly_at_the_end(self) -> None:
-        """What is open now, and still is at the end, is open for ever unless it is read."""
-        self._earlier_reads = self._reads()
-
-    def at_the_end(self) -> None:
-        """Everybody has what he wanted, and nothing is left over."""
-        from .apps import RolloutApp, TrainerApp  # it needs us
-
+    def unsettled(self, earlier_reads: dict[int, str]) -> str:
+        """What is still wrong at the end: a replica without its version, or something left over."""
         for app in self.cluster.apps:
-            if isinstance(app, TrainerApp):
-                self.progress.trainer(app.name, app.published, is_refused=app.is_refused)
-            elif isinstance(app, RolloutApp):
-                self.progress.rollout(app.name, app.has, self.groups.get(app.name), is_refused=app.is_refused)
-        self.progress.copies()
+            lacks = self.oracles.unsettled(app.name, app.replica.is_trainer, app.has, app.is_refused)
+            if lacks:
+                return f"progress broken: {lacks}"
         server = self.cluster.control.server
         assert server is not None
-        status = server.status(now=self.cluster.control.server_now)
-        reads = {ticket: reader for ticket, reader in self._reads().items() if ticket in self._earlier_reads}
-        holders = {
-            f"version {v.version} of {m.name}": [f"{m.name}/{r}" for r in v.holders]
-            for m in status.models
-            for v in m.versions
-        }
-        self.progress.left_over(reads, holders)
+        models = server.status(now=self.cluster.control.server_now).models
+        holders = {f"version {v.version}": [f"{m.name}/{r}" for r in v.holders] for m in models for v in m.versions}
+        reads = {ticket: reader for ticket, reader in self.reads().items() if ticket in earlier_reads}
+        left = self.oracles.leftovers(reads, holders)
+        return f"leak broken: {left}" if left else ""

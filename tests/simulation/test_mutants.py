@@ -13,7 +13,7 @@ from mutants.substitute import PACKAGE, ROOT, where
 FOUND_BY = {  # a mutant, and the first of the seeds that it is shown to
     "two reads write at once": 9,
     "a closed ticket is begun": 1,
-    "a spot worker drops the established version that no reliable worker has": 16,
+    "the last reliable holder withdraws without a host copy": 11,
 }
 
 

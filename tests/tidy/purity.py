@@ -35,7 +35,7 @@ ALSO_PURE: dict[str, tuple[str, ...]] = {
 }
 
 PURE = (*(f"{PACKAGE}.{folder}" for folder in ("protocol", "server", "worker")), "tests.sim")
-SHELLS = ("tests.sim.__main__", "tests.sim.seeds")  # run many seeds, and show them
+SHELLS = ("tests.sim.__main__", "tests.sim.seeds", "tests.sim.sweep")  # run many histories
 
 IMPURE_CALLS = frozenset(
     {
