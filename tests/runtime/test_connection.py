@@ -1,10 +1,12 @@
-"""A worker's line: what its log says of a server that is away and comes back, and in which words."""
+"""A worker's connection: what it says of a server that is away, and a name service that hangs."""
 
 import asyncio
 import contextlib
 import logging
 import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -13,11 +15,13 @@ import pytest
 from aiohttp import web
 
 import tensorhub
+from tensorhub.protocol.errors import Unavailable
 from tensorhub.protocol.messages import Orders
 from tensorhub.protocol.names import Number
+from tensorhub.runtime import connection
 from tensorhub.runtime.codec import encode
 from tensorhub.runtime.config import worker_options
-from tensorhub.runtime.connection import Connection, why_away
+from tensorhub.runtime.connection import Connection, ThreadResolver, why_away
 from tensorhub.runtime.questions import wait_for_version
 
 from .kit import PATIENCE_S, eventually, hello
@@ -136,11 +140,9 @@ def test_what_is_wrong_is_said_in_plain_words(reply, says):
 REFUSALS = {b"503 Service Unavailable": "it is stopping", b"507 Insufficient Storage": "it is full of connections"}
 
 
-@pytest.mark.parametrize("text", [b"no room", b"it stops"])
 @pytest.mark.parametrize(("status", "says"), REFUSALS.items(), ids=REFUSALS.values())
-def test_a_server_that_takes_nobody_in_is_not_said_to_be_missing(status, text, says):
-    """Which it is, the status says; the text may be any."""
-    with answering(b"HTTP/1.1 %s\r\nContent-Length: %d\r\n\r\n%s" % (status, len(text), text)) as address:
+def test_a_server_that_takes_nobody_in_is_not_said_to_be_missing(status, says):
+    with answering(b"HTTP/1.1 %s\r\nContent-Length: 3\r\n\r\nany" % status) as address:
         with pytest.raises(tensorhub.ServerUnreachable) as raised:
             tensorhub.connect(address, timeout=1.0).status()
         assert str(raised.value) == f"the reference server at {address} took nobody in: {says}"
@@ -165,3 +167,73 @@ def test_a_name_that_is_not_found_has_no_number():
     refused = ConnectionRefusedError(111, "Connect call failed ('127.0.0.1', 1)")
     assert why_away(aiohttp.ClientConnectorError(None, refused)) == "Connection refused"
     assert why_away(aiohttp.ClientOSError(104, "any other text")) == "Connection reset by peer"
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+HANGING = """
+import asyncio, socket, threading
+import tensorhub
+asked, never = threading.Event(), threading.Event()
+def hang(*_, **__):
+    asked.set()
+    never.wait()
+socket.getaddrinfo = hang
+"""
+ASKS = """
+try:
+    tensorhub.connect("far.example:7450", timeout=0.5).status()
+except tensorhub.ServerUnreachable as error:
+    print(error)
+"""
+WAITS = """
+try:
+    tensorhub.connect("far.example:7450", timeout=0.5).next_version("m")
+except tensorhub.ServerUnreachable as error:
+    print(error)
+"""
+CONNECTS = """
+from tensorhub.protocol.messages import PROTOCOL, Hello
+from tensorhub.runtime.connection import Connection
+async def story():
+    hello = Hello(PROTOCOL, "m", "r", 0, 1, "life")
+    line = asyncio.create_task(Connection("far.example:7450", hello, lambda _: None).run())
+    while not asked.is_set():
+        await asyncio.sleep(0.01)
+    line.cancel()
+asyncio.run(story())
+print("it does not answer")
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("work", [ASKS, WAITS, CONNECTS], ids=["a question", "a wait", "a worker's line"])
+def test_a_name_service_that_hangs_keeps_no_process_alive(work):
+    child = subprocess.run([sys.executable, "-c", HANGING + work], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert child.returncode == 0, child.stderr
+    assert child.stdout.strip().endswith("it does not answer")
+
+
+def test_names_are_found_as_before():
+    with tensorhub.serve() as server:
+        port = server.address.rpartition(":")[2]
+        assert tensorhub.connect(f"localhost:{port}").models() == []
+
+
+def test_an_address_of_one_link_keeps_its_link(monkeypatch):
+    link = (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("fe80::1", 80, 0, 1))
+    plain = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.1", 80))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [link, plain])
+    found = asyncio.run(ThreadResolver().resolve("far.example", 80))
+    assert [(each["host"].partition("%")[0], each["port"]) for each in found] == [("fe80::1", 80), ("10.0.0.1", 80)]
+    assert found[0]["host"] == socket.getnameinfo(("fe80::1", 80, 0, 1), socket.NI_NUMERICHOST)[0]
+
+
+def test_where_no_thread_can_be_started_the_server_is_away_for_now(monkeypatch):
+    async def refuse(*_, **__):
+        raise Unavailable("this process may start no more threads")
+
+    monkeypatch.setattr(connection, "in_thread", refuse)
+    with pytest.raises(OSError, match="no more threads"):
+        asyncio.run(ThreadResolver().resolve("far.example", 80))

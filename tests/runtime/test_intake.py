@@ -1,17 +1,115 @@
-"""What waits at the server: one report of each line, handled as of when it came, and orders leave meanwhile."""
+"""What waits at the server: one report and one message of orders for each line, handled as of when it came."""
 
 import asyncio
+from math import inf
 
 import pytest
 
-from tensorhub.protocol.messages import LayoutInfo, Orders, Report
+from tensorhub.protocol.messages import LayoutInfo, Orders, Refusal, Report
+from tensorhub.protocol.names import Number
 from tensorhub.protocol.settings import Settings
-from tensorhub.runtime import server
+from tensorhub.runtime import server as server_module
+from tensorhub.runtime.codec import decode_to_worker
 from tensorhub.runtime.server import Intake, Line, ServerShell
 from tensorhub.server import state
 
 from .kit import hello
-from .test_lines import Socket, settle
+
+
+class Socket:
+    """A WebSocket whose other end reads only when told to."""
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+        self.sent: list[object] = []
+        self.reads = asyncio.Event()
+        self.is_cut = False
+        self.is_closed = False
+
+    async def send_bytes(self, data: bytes) -> None:
+        self.sent.append(decode_to_worker(data))
+        await self.reads.wait()
+
+    async def close(self, *, code: int) -> None:
+        self.is_closed = True
+
+    @property
+    def transport(self) -> "Socket":  # of the request, too
+        return self
+
+    def abort(self) -> None:
+        self.is_cut = True
+        self.ended.set()
+
+
+def orders(number: int) -> Orders:
+    return Orders(Number(number), Number(1), 0, 1.0, 1.0, 1.0)
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_only_the_newest_orders_wait():
+    async def story():
+        socket = Socket()
+        line = Line("line-1", socket, socket)
+        writer = asyncio.create_task(line.write())
+        for number in range(1, 10_000):
+            line.post(orders(number))
+            if number == 1:
+                await settle()
+        assert line.sending_since < inf
+        socket.reads.set()
+        await settle()
+        assert [each.number for each in socket.sent] == [1, 9_999]
+        assert line.sending_since == inf
+        writer.cancel()
+
+    asyncio.run(story())
+
+
+def test_after_a_refusal_nothing_more_is_said():
+    async def story():
+        socket = Socket()
+        socket.reads.set()
+        line = Line("line-1", socket, socket)
+        line.post(orders(1))
+        line.post(Refusal("refused", "no"))
+        line.post(orders(2))
+        await line.write()
+        assert socket.sent == [Refusal("refused", "no")]
+        assert socket.is_closed
+
+    asyncio.run(story())
+
+
+def test_who_takes_nothing_is_cut(monkeypatch):
+    monkeypatch.setattr(server_module, "STUCK_S", 0.05)
+    monkeypatch.setattr(server_module, "SWEEP_S", 0.01)
+
+    async def story():
+        shell = ServerShell(settings=Settings(), key="k", fresh=True)
+        stuck, well = Socket(), Socket()
+        well.reads.set()
+        for name, socket in (("stuck", stuck), ("well", well)):
+            line = shell._lines[name] = Line(name, socket, socket)
+            line.has_said_hello = True
+            line.post(orders(1))
+        async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+            tasks = [group.create_task(line.write()) for line in shell._lines.values()]
+            tasks.append(group.create_task(shell._sweep()))
+            await stuck.ended.wait()
+            for task in tasks:
+                task.cancel()
+        assert not well.is_cut
+
+    asyncio.run(story())
+
+
+# --- reports ----------------------------------------------------------------------------------------------------------
+
 
 LAYOUT = LayoutInfo(b"layout")
 
@@ -95,43 +193,6 @@ def test_a_hello_and_a_layout_come_before_the_report_and_the_end_after_it(clock,
     asyncio.run(story())
     said = [(line, what) for line, what, _, _ in decider.heard]
     assert said == [("a", "Hello"), ("a", "LayoutInfo"), ("a", "report 2"), ("a", "ended"), ("b", "report 1")]
-
-
-def test_nobody_is_decided_for_twice_while_others_wait(clock, decider):
-    """However much one line says, each of the others has its turn."""
-
-    async def story():
-        intake = Intake(decider, clock)
-        lines = [line_of(name) for name in "abc"]
-        for line in lines:
-            intake.put(line, Report(1))
-        task = asyncio.create_task(intake.run())
-        for number in range(2, 8):
-            await asyncio.sleep(0)
-            intake.put(lines[0], Report(number))
-        await settle()
-        task.cancel()
-
-    asyncio.run(story())
-    assert [line for line, _, _, _ in decider.heard][:4] == ["a", "b", "c", "a"]
-
-
-def test_the_others_run_between_two_slow_decisions(clock, decider):
-    async def story():
-        intake = Intake(decider, clock)
-        for number in range(50):
-            intake.put(line_of(f"{number}"), Report(1))
-        task = asyncio.create_task(intake.run())
-        seen = []
-        while intake.is_busy:
-            seen.append(len(decider.heard))
-            await asyncio.sleep(0)
-        assert seen == list(range(50)), "one decision a turn: each is longer than a slice"
-        await settle()
-        assert decider.rests == 1
-        task.cancel()
-
-    asyncio.run(story())
 
 
 def test_time_waits_for_what_waits(clock, decider):
@@ -259,22 +320,3 @@ def test_who_really_dies_behind_a_backlog_is_dead_after_it(monkeypatch):
 
     busy.run(story)
     assert len(busy.machine.state.members) == 29
-
-
-def test_a_report_that_came_with_the_end_of_its_line_counts(monkeypatch):
-    busy = Busy(monkeypatch, lines=2)
-
-    async def story():
-        busy.report(1)
-        await busy.until_idle()
-        leaving, _ = busy.lines
-        busy.shell.intake.put(leaving, Report(2, leaving=True))
-        busy.shell.intake.end(leaving)
-        await busy.until_idle()
-
-    busy.run(story)
-    assert [member.hello.replica for member in busy.machine.state.members.all()] == ["r1"]
-
-
-def test_a_slice_is_a_few_milliseconds():
-    assert 0.0005 <= server.SLICE_S <= 0.01

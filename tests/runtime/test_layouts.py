@@ -15,7 +15,7 @@ from tensorhub.runtime.codec import decode_to_worker, encode
 from tensorhub.runtime.server import Line, UnknownLayouts
 
 from .kit import PATIENCE_S, ServerProcess, eventually, hello, line_to
-from .test_lines import Socket, settle
+from .test_intake import Socket, settle
 
 
 def layout(name: str) -> LayoutInfo:

@@ -16,7 +16,7 @@ import pytest
 from runtime.kit import eventually
 from tensorhub.protocol.errors import DeadlineExceeded
 from tensorhub.runtime import loops
-from tensorhub.runtime.loops import Errand, in_thread, loop_thread
+from tensorhub.runtime.loops import in_thread, loop_thread
 from tensorhub.transport import threads
 
 
@@ -37,13 +37,6 @@ def test_work_that_failed_in_a_thread_is_let_go():
 
     left = asyncio.run(story())
     eventually(lambda: left() is None, "nobody holds what the work knew")
-
-
-def test_work_in_a_thread_brings_its_result():
-    async def story():
-        return await in_thread(lambda: 7, name="test")
-
-    assert asyncio.run(story()) == 7
 
 
 class Interrupt(BaseException):
@@ -110,33 +103,6 @@ def test_an_interrupt_at_any_instruction_leaves_a_loop_that_answers(monkeypatch)
 
     for at in interrupted_everywhere(call):
         assert thread.wait(seven(), deadline=time.monotonic() + 5, what=f"after the interrupt {at}") == 7
-
-
-def test_what_is_abandoned_in_the_moment_in_which_it_ends_is_taken_back_once():
-    closed, settled = [], []
-
-    async def story():
-        loop = asyncio.get_running_loop()
-        over = asyncio.Event()
-
-        async def make():
-            errand.abandon()  # comes before the end of this task is known
-            return 7
-
-        async def close(it):
-            closed.append(it)
-
-        def settle():
-            settled.append(True)
-            loop.call_soon(over.set)
-
-        errand = Errand(loop, make(), undo=close, on_end=lambda: None, on_settled=settle)
-        errand.begin()
-        await over.wait()
-
-    asyncio.run(story(), debug=True)
-    assert closed == [7]
-    assert settled == [True]
 
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")

@@ -13,7 +13,7 @@ import pytest
 
 import tensorhub
 
-from .kit import ServerProcess, eventually, in_threads, within
+from .kit import ServerProcess, eventually, within
 
 pytestmark = pytest.mark.processes
 
@@ -95,20 +95,6 @@ def test_a_killed_server_comes_back_and_learns_everything_from_the_workers(serve
         weights.close(timeout=5)
 
 
-def test_wait_for_survives_a_restart_of_the_server(server):
-    trainer, _ = worker(server, "t", 1.0)
-    reader, _ = worker(server, "r")
-
-    def publish_after_a_restart():
-        server.kill()
-        server.restart()
-        trainer.publish(3, timeout=10)
-
-    assert in_threads(lambda: reader.wait_for(3, timeout=15), publish_after_a_restart)[0] == 3
-    for weights in (reader, trainer):
-        weights.close(timeout=5)
-
-
 def test_a_stopped_server_makes_nobody_wait_beyond_the_deadline(server):
     trainer, _ = worker(server, "t", 1.0)
     trainer.publish(1)
@@ -186,13 +172,6 @@ def test_an_exit_without_close_neither_hangs_nor_leaves_a_ghost(server):
             ended = run_child(patient, "")
         assert (ended.returncode, ended.stderr) == (0, "")
         assert replicas(patient) == []
-
-
-def test_an_exit_without_close_while_the_server_is_stopped(server):
-    rest = f"import os, signal; os.kill({server.process.pid}, signal.SIGSTOP)"
-    with within(20):  # most of it is the start of Python, beside busy processes; a hang has no end
-        ended = run_child(server, rest)
-    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_an_uncaught_error_ends_the_process_with_its_own_message(server):

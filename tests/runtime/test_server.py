@@ -122,10 +122,10 @@ def test_a_frame_over_the_limit_ends_its_connection(server, witness):
     assert heard[-1] in (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSED, aiohttp.WSMsgType.ERROR)
 
 
-def test_ten_thousand_random_frames(server, witness):
+def test_random_frames(server, witness):
     """On as many connections as it takes: the server refuses each and goes on."""
     dice = random.Random(11)
-    frames = [dice.randbytes(dice.randrange(1, 120)) for _ in range(10_000)]
+    frames = [dice.randbytes(dice.randrange(1, 120)) for _ in range(1_000)]
 
     async def flood(share):
         async with line_to(server.address) as line:
@@ -282,13 +282,6 @@ def get(address, path, **headers):
     return asyncio.run(ask())
 
 
-def test_a_token_that_is_no_text_is_a_wrong_one(caplog):
-    with tensorhub.serve(token="t") as server, raw(server.address) as stranger:
-        stranger.sendall(b"GET /v1/status HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer \xff\r\n\r\n")
-        assert stranger.recv(100).startswith(b"HTTP/1.1 401 ")
-    assert not caplog.records
-
-
 def test_strangers_do_not_fill_the_log(server, witness, caplog):
     """aiohttp before 3.14.4 takes the last address for a defect of its own, and just closes the connection.
 
@@ -306,28 +299,6 @@ def test_strangers_do_not_fill_the_log(server, witness, caplog):
     (record,) = caplog.records
     assert "it is no HTTP" in record.getMessage()
     assert not record.exc_info
-
-
-def test_what_the_parser_lets_through_does_not_fill_the_log_either(server, witness, caplog, monkeypatch):
-    receive = aiohttp.web.RequestHandler.data_received
-
-    def fail(self, data):
-        if b"http://[" in data:
-            raise ValueError("Invalid IPv6 URL")
-        receive(self, data)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(aiohttp.web.RequestHandler, "data_received", fail)
-        for _ in range(5):
-            with raw(server.address) as stranger:
-                stranger.sendall(b"GET http://[ HTTP/1.1\r\n\r\n")
-                assert stranger.recv(100) == b""
-    (record,) = caplog.records
-    assert "it is no HTTP" in record.getMessage()
-    assert not record.exc_info
-    with raw(server.address) as stranger:
-        stranger.sendall(b"GET /nowhere HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        assert b" 404 " in stranger.recv(100)
 
 
 HEAD = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n"
