@@ -58,6 +58,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.long
 def test_each_step_under_fsdp2_is_what_the_rollout_has(device, server):
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]

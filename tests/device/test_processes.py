@@ -15,7 +15,7 @@ no_nixl = pytest.mark.skipif(bool(WHY_NO_NIXL), reason=WHY_NO_NIXL or "it is her
 on_a_device = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 TRANSPORTS = ["tcp", "cuda", pytest.param("nixl", marks=no_nixl)]  # that reach a device
 PLACES = [
-    pytest.param("cpu", "tcp", id="cpu-tcp"),
+    pytest.param("cpu", "tcp", id="cpu-tcp", marks=pytest.mark.long),
     pytest.param("cpu", "nixl", id="cpu-nixl", marks=no_nixl),
     pytest.param("cuda:0", "tcp", id="cuda-tcp", marks=[pytest.mark.gpu, on_a_device]),
     pytest.param("cuda:0", "cuda", id="cuda-cuda", marks=[pytest.mark.gpu, on_a_device]),
@@ -114,7 +114,7 @@ def told(text: str, device: str, way: str, address: str, **options: object) -> d
     return run(whole, address, device, way, prefix=() if device == "cpu" else ALONE, **options).only()
 
 
-@everywhere
+@pytest.mark.parametrize(("device", "way"), [pytest.param("cpu", "tcp", id="cpu-tcp"), *PLACES[1:]])
 def test_versions_one_after_another(device, way, server):
     story = """
 trainer = Peer("trainer")

@@ -27,7 +27,7 @@ NO_SOURCE = ("VersionUnavailable", "DeadlineExceeded", "SourceLost")  # the read
 NOT_TAKEN = (*NO_SOURCE, "CorruptTransfer")
 
 
-LONG = {"cuda pinned": pytest.mark.long}  # as "cuda ring", but for what the ring is made of
+LONG = {"cuda pinned": pytest.mark.long, "tcp": pytest.mark.long}  # as "cuda ring", and as other tests of tcp
 
 
 @pytest.fixture(params=[pytest.param(name, marks=LONG.get(name, ())) for name in WAYS])
@@ -41,7 +41,7 @@ def only(*ways):
     return pytest.mark.parametrize("way", found, indirect=True)
 
 
-every_way = pytest.mark.parametrize("way", WAYS, indirect=True)  # by default, too
+every_way = pytest.mark.parametrize("way", WAYS, indirect=True)
 
 
 def held_midway(fleet, name, call="weights.replicate(1)"):

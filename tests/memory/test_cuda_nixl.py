@@ -11,12 +11,11 @@ import pytest
 
 from tensorhub.memory.digests import digest
 from tensorhub.memory.streams import StagedStream, StagingRing
-from tensorhub.protocol.errors import CorruptTransfer, SourceLost, TensorHubError, TransportMissing
+from tensorhub.protocol.errors import CorruptTransfer, SourceLost, TensorHubError
 from tensorhub.protocol.manifest import chunk_count
 from tensorhub.transport.base import Export, Progress
-from tensorhub.transport.local.transport import LocalTransport
 from tensorhub.transport.nixl import agent
-from tensorhub.transport.nixl.agent import Facts, Place, places_of
+from tensorhub.transport.nixl.agent import Facts
 from tensorhub.transport.nixl.transport import NixlSettings, NixlTransport
 
 from . import nixl_fake
@@ -123,19 +122,6 @@ def test_device_memory_is_registered_as_what_it_is(target: list[tuple[str, int]]
     assert ("DRAM" in by_kind) == (target is MIXED)
 
 
-def test_a_part_of_device_memory_in_places() -> None:
-    devices = Devices(MIXED)
-    first = devices.pieces[0].address
-    assert devices.stream.places(1400, 1510)[0] == ("cuda:0", first + 1400, 100)
-    assert [(device, size) for device, _, size in devices.stream.places(1400, 2411)] == [
-        ("cuda:0", 100),
-        ("cpu", 900),
-        ("cuda:1", 10),
-        ("cpu", 1),
-    ]
-    assert places_of(devices.stream)[0] == Place(1, first, 1500)  # type: ignore[index]
-
-
 @pytest.mark.parametrize(("source", "path"), [(ALL_DEVICE, "CUDA IPC"), (MIXED, "CUDA IPC and shared memory (cma)")])
 def test_from_device_to_device_without_a_copy_on_the_host(source: list[tuple[str, int]], path: str, make: Make) -> None:
     """The target's devices are cut otherwise than the source's. Only what the judge looks at is copied to the host."""
@@ -181,13 +167,3 @@ def test_what_is_read_after_the_withdrawal_does_not_count_on_devices_either(make
     error, _ = read(other, one, sink)
     assert isinstance(error, SourceLost), "not corrupt: nothing of what came later was judged"
     assert len(sink.stored_chunks) <= 2, "one for each thread"
-
-
-def test_local_leaves_device_memory_to_others() -> None:
-    local, ended = LocalTransport(), Ended()
-    try:
-        local.export(Devices(ALL_DEVICE).export())
-        local.read(local.endpoint, "k", Sink(Devices(ALL_DEVICE)), ended)
-        assert isinstance(ended.wait(), TransportMissing)
-    finally:
-        local.close()

@@ -16,7 +16,7 @@ from tensorhub.protocol.errors import SourceLost
 from tensorhub.transport import sealed
 from tensorhub.transport.base import Terms
 from tensorhub.transport.local import memory, transport
-from tensorhub.transport.local.memory import SEAL_BYTES, Seal
+from tensorhub.transport.local.memory import Seal
 from tensorhub.transport.sealed import Sealed, Unmappable
 from tensorhub.transport.tcp.wire import HEADER, Wire
 
@@ -56,11 +56,6 @@ def test_what_can_be_mapped_is(local: Local) -> None:
 
 def test_a_reader_may_leave_it(local: Local) -> None:
     assert way_of(local, maps=False) == "process_vm_readv"
-
-
-def test_memory_that_cannot_be_is_not(local: Local) -> None:
-    kit.use(None)
-    assert way_of(local) == "process_vm_readv"
 
 
 def test_a_source_without_descriptors_hands_nothing_over(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,10 +146,6 @@ def no_seal_page(wire: Wire, seal: Seal, regions: Sequence[Sealed]) -> None:
     os.close(lie)
 
 
-def too_few(wire: Wire, seal: Seal, regions: Sequence[Sealed]) -> None:
-    send(wire, regions_body(seal, regions), [regions[0].descriptor])
-
-
 def too_many(wire: Wire, seal: Seal, regions: Sequence[Sealed]) -> None:
     send(wire, regions_body(seal, regions), [regions[0].descriptor] * 100)
 
@@ -163,15 +154,7 @@ def none_at_all(wire: Wire, seal: Seal, regions: Sequence[Sealed]) -> None:
     send(wire, regions_body(seal, regions), [])
 
 
-def cut_words(wire: Wire, seal: Seal, regions: Sequence[Sealed]) -> None:
-    send(wire, regions_body(seal, regions)[:-3], [seal.page.descriptor, regions[0].descriptor])  # type: ignore[union-attr]
-
-
-def no_words(wire: Wire, seal: Seal, regions: Sequence[Sealed]) -> None:
-    send(wire, b"", [seal.page.descriptor, regions[0].descriptor])  # type: ignore[union-attr]
-
-
-LIES = (unsealed, too_short, too_long, no_seal_page, too_few, too_many, none_at_all, cut_words, no_words)
+LIES = (unsealed, too_short, too_long, no_seal_page, too_many, none_at_all)
 
 
 @pytest.mark.parametrize("lie", LIES)
@@ -269,7 +252,7 @@ class Unchecked(Target):
         """Anything."""
 
 
-@pytest.mark.parametrize("piece_bytes", [0, 4096, 1001, 130, 7])
+@pytest.mark.parametrize("piece_bytes", [0, 1001, 130])
 def test_what_nobody_checks_is_the_same(local: Local, piece_bytes: int) -> None:
     """Without digests bytes are copied in the same way, into pieces of any length that begin anywhere."""
     right = content(SIZE)
@@ -289,7 +272,7 @@ def test_what_is_overwritten_after_withdraw_never_counts(local: Local, sink: typ
     source, reader = local(), local()
     address = ctypes.addressof(ctypes.c_char.from_buffer(right))
     stored = 0
-    for _ in range(int(os.environ.get("WITHDRAW_ROUNDS", "150"))):
+    for _ in range(int(os.environ.get("WITHDRAW_ROUNDS", "40"))):
         source.export(full("k", right, CHUNK))
         target = sink(right, CHUNK)
         _, ended = start_read(reader, source.endpoint, "k", target)
@@ -333,11 +316,3 @@ def test_a_writer_that_does_not_wait_gets_nothing_wrong_accepted(local: Local) -
     finally:
         is_over.set()
         writer.join()
-
-
-def test_the_seal_of_an_export_is_a_page_of_its_own(local: Local) -> None:
-    page = Sealed(4096)
-    seal = Seal(page)
-    assert ctypes.string_at(page.address, SEAL_BYTES) == seal.value
-    seal.break_()
-    assert not any(ctypes.string_at(page.address, 4096))

@@ -31,7 +31,7 @@ from .kit import DEADLINE_S
 from .native import needs_mover
 
 TAKEN = HEADER.pack(tcp_wire.WAITING, 0, 0)
-ROUNDS = int(os.environ.get("FUZZ_ROUNDS", "1500"))
+ROUNDS = int(os.environ.get("FUZZ_ROUNDS", "600"))
 SIZE, CHUNK = 5000, 700
 RIGHT = kit.content(SIZE, seed=9)
 SETTINGS = TcpSettings(silence_s=5.0)

@@ -21,16 +21,14 @@ from tensorhub.transport.local import memory as local_memory
 from tensorhub.transport.local.memory import (
     Call,
     Lost,
-    Place,
     Process,
     Seal,
     Token,
     format_endpoint,
     here,
-    parse_endpoint,
 )
 from tensorhub.transport.local.transport import LocalTransport
-from tensorhub.transport.ranges import IOV_MAX, Addresses
+from tensorhub.transport.ranges import Addresses
 
 from . import kit
 from .kit import DEADLINE_S, MIB, Gate, Local, Target, content, full, read_all, start_read
@@ -59,16 +57,6 @@ def test_a_part_of_the_addresses_is_that_part_of_the_bytes(gaps: list[tuple[int,
         part = list(zip(pairs[0::2], pairs[1::2], strict=True))
         assert [address + i for address, length in part for i in range(length)] == every[start:stop]
         assert all(length for _, length in part)
-
-
-def test_neighbours_are_one_piece() -> None:
-    pairs = Addresses.of_ranges([(100, 10), (110, 5), (120, 0), (120, 3), (123, 1)]).pairs
-    assert pairs.tolist() == [100, 15, 120, 4]
-
-
-def test_a_part_is_what_one_call_can_take() -> None:
-    addresses = Addresses.of_ranges([(100 * i, 7) for i in range(5000)])
-    assert len(addresses.part(3, 35_000)) == 2 * IOV_MAX
 
 
 def words(*numbers: int) -> bytes:
@@ -186,23 +174,11 @@ def _process_with(pid: int, began: str) -> "subprocess.Popen[bytes]":
     pytest.skip("another process was always faster to take the PID")
 
 
-def test_nobody_there() -> None:
-    child = subprocess.Popen([sys.executable, "-c", ""])
-    child.wait()
-    with pytest.raises(Lost):
-        Process(child.pid)
-
-
 def _unknown_call(*_: object) -> int:
     raise OSError(errno.ENOSYS, "no such call")
 
 
 # -- places ------------------------------------------------------------------------------------------------------------
-
-
-def test_an_endpoint_says_where_it_is() -> None:
-    place = here()
-    assert parse_endpoint(format_endpoint(place, "tensorhub-1-ab")) == (place, "tensorhub-1-ab")
 
 
 @pytest.mark.parametrize(
@@ -233,11 +209,6 @@ def test_a_host_without_proc_has_no_local_transport(monkeypatch: pytest.MonkeyPa
     with pytest.raises(TransportMissing, match="/proc"):
         LocalTransport()
     local_host._here.cache_clear()
-
-
-def test_the_place_is_the_users_own() -> None:
-    assert here().user == os.geteuid()
-    assert Place("a", 1, 2, 3).difference(Place("a", 1, 2, 3)) is None
 
 
 # -- where it cannot work ----------------------------------------------------------------------------------------------
