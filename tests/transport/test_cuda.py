@@ -2,7 +2,6 @@
 
 import gc
 import os
-import signal
 import threading
 import weakref
 from collections.abc import Iterator
@@ -27,8 +26,8 @@ from tensorhub.transport.base import Export, Progress
 from tensorhub.transport.cuda import CudaSettings, CudaTransport, Ends, Peers
 
 from . import kit, pieces_kit
-from .conftest import Make, Spawn, line
-from .kit import DEADLINE_S, Gate, Target, content, full, read_all, stand_in, start_read
+from .conftest import Make
+from .kit import DEADLINE_S, Target, content, full, read_all, stand_in, start_read
 
 CHUNK = 64 * 1024
 
@@ -50,12 +49,6 @@ def shares(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(stand_in, "share", noted)
     return found
-
-
-@pytest.fixture
-def during_copy() -> Iterator[list[object]]:
-    yield stand_in.during_copy
-    stand_in.during_copy.clear()
 
 
 def opened_by(reader: object) -> int:
@@ -87,40 +80,6 @@ def test_memory_is_let_go_when_its_source_registers_anew(make: Make, shares: lis
         assert source.withdraw("k", timeout_s=DEADLINE_S)
         gc.collect()
         kit.until(lambda: opened_by(reader) == 0, "the reader has let the memory go")
-
-
-def test_memory_is_let_go_when_its_source_closes(make: Make) -> None:
-    right = content(CHUNK)
-    source, reader = make(), make()
-    export = full("k", right, CHUNK)
-    source.export(export)
-    assert read_all(reader, source.endpoint, "k", Target(right, CHUNK)) is None
-    source.close()
-    kit.until(lambda: opened_by(reader) == 0, "the reader has let the memory go")
-
-
-@pytest.mark.processes
-def test_memory_of_a_killed_source_is_let_go(make: Make, spawn: Spawn) -> None:
-    source = spawn("source", 8 * CHUNK, CHUNK, 8)
-    reader, right = make(), content(8 * CHUNK)
-    assert read_all(reader, line(source), "k", Target(right, CHUNK)) is None
-    assert opened_by(reader) == 1
-    source.kill()
-    kit.until(lambda: opened_by(reader) == 0, "the reader has let the memory go")
-
-
-@pytest.mark.processes
-def test_a_stopped_source_is_read_to_its_end(make: Make, spawn: Spawn) -> None:
-    source = spawn("source", 64 * CHUNK, CHUNK, 64)
-    endpoint, right, reader = line(source), content(64 * CHUNK), make(DEADLINE_S)
-    gate = Gate()
-    target = Target(right, CHUNK, gates={3: gate})
-    _, ended = start_read(reader, endpoint, "k", target)
-    assert gate.reached.wait(DEADLINE_S)
-    os.kill(source.pid, signal.SIGSTOP)
-    gate.release.set()
-    assert ended.wait() is None
-    assert target.buffer == right
 
 
 class Memory:
@@ -196,21 +155,6 @@ def test_a_watch_that_is_closed_ends_when_it_has_done_what_is_due(pipes: tuple[E
     watching[0].join(DEADLINE_S)
     assert not watching[0].is_alive()
     assert len(watching) == 1
-
-
-def test_a_byte_that_flips_after_its_arrival_is_found(make: Make, during_copy: list[object]) -> None:
-    right = content(8 * CHUNK)
-    source, reader = make(), make()
-    source.export(full("k", right, CHUNK))
-
-    def flip(start: int, copied: memoryview) -> None:
-        if start == 5 * CHUNK:
-            copied[17] ^= 1
-
-    during_copy.append(flip)
-    target = Target(right, CHUNK)
-    assert isinstance(read_all(reader, source.endpoint, "k", target), CorruptTransfer)
-    assert target.order == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("end", ["source", "reader"])

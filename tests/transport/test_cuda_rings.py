@@ -4,15 +4,12 @@ The contract's tests run here as they are; then what rings promise besides.
 """
 
 import gc
-import os
-import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import pytest
 
-from tensorhub.protocol.errors import CorruptTransfer, SourceLost, TransportMissing
+from tensorhub.protocol.errors import SourceLost, TransportMissing
 from tensorhub.transport import cuda
 from tensorhub.transport.base import Export, Progress
 from tensorhub.transport.cuda import PINNED, RING, SLOTS, CudaServer, CudaStream, CudaTransport
@@ -20,7 +17,7 @@ from tensorhub.transport.tcp import wire as tcp_wire
 from tensorhub.transport.tcp.wire import Wire
 
 from . import kit, test_contract, test_contract_faults
-from .conftest import Make, Spawn, line
+from .conftest import Make
 from .kit import DEADLINE_S, MIB, Target, content, full, read_all, stand_in, start_read
 
 CHUNK = 64 * 1024
@@ -61,12 +58,6 @@ def feeds(source: object) -> int:
     server = source._server
     assert isinstance(server, CudaServer)
     return len(server._feeds)
-
-
-def states(pid: int) -> set[str]:
-    """Of a process's threads."""
-    found = Path(f"/proc/{pid}/task").glob("*/stat")
-    return {each.read_text().rpartition(")")[2].split()[0] for each in found}
 
 
 def test_a_read_says_which_way_it_goes_and_gives_its_ring_back(make: Make, kind: kit.Kind) -> None:
@@ -120,25 +111,6 @@ def test_a_slot_is_filled_while_another_is_read_and_never_before_it_was(make: Ma
     assert ended.wait() is None
     assert target.buffer == right
     assert len(filled) == 8, "a slot has an eighth of what is read"
-
-
-def test_a_slot_with_a_wrong_byte_is_refused_and_read_again(make: Make) -> None:
-    right = content(16 * CHUNK)
-    source, reader = make(), make()
-    source.export(full("k", right, CHUNK))
-
-    def flip(start: int, view: memoryview) -> None:
-        if start <= 5 * CHUNK < start + len(view):
-            view[5 * CHUNK - start] ^= 1
-
-    stand_in.during_fill.append(flip)
-    target = Target(right, CHUNK)
-    assert isinstance(read_all(reader, source.endpoint, "k", target), CorruptTransfer)
-    assert target.order == [0, 1, 2, 3, 4]
-    stand_in.during_fill.clear()
-    again = Target(right, CHUNK, wanted=range(5, 16))
-    assert read_all(reader, source.endpoint, "k", again) is None
-    assert again.buffer[5 * CHUNK :] == right[5 * CHUNK :]
 
 
 def test_a_ring_is_smaller_where_the_device_is_nearly_full(make: Make, kind: kit.Kind) -> None:
@@ -229,50 +201,6 @@ def test_a_device_without_room_for_a_ring_takes_pinned_memory(make: Make) -> Non
     read, ended = start_read(reader, source.endpoint, "k", Target(right, CHUNK))
     assert ended.wait() is None
     assert "pinned memory" in read.path
-
-
-@pytest.mark.parametrize("kind", ["cuda-stand-in-pinned"], indirect=True)
-@pytest.mark.processes
-def test_a_source_that_is_stopped_feeds_no_ring(make: Make, spawn: Spawn) -> None:
-    source = spawn("source", 64 * CHUNK, CHUNK, 64)
-    endpoint, right, reader = line(source), content(64 * CHUNK), make(0.5)
-    gate = kit.Gate()
-    target = Target(right, CHUNK, gates={3: gate})
-    _, ended = start_read(reader, endpoint, "k", target)
-    assert gate.reached.wait(DEADLINE_S)
-    os.kill(source.pid, signal.SIGSTOP)
-    kit.until(lambda: states(source.pid) == {"T"}, "all of its threads have stopped")
-    gate.release.set()
-    error = ended.wait()
-    assert isinstance(error, SourceLost)
-    assert "0.5 s" in str(error)
-    assert 8 <= len(target.order) <= 24, "what was filled by then counts"
-
-
-@on_device
-@pytest.mark.processes
-def test_a_killed_source_and_a_killed_reader_leave_no_ring(make: Make, spawn: Spawn) -> None:
-    right, here = content(64 * CHUNK), make()
-    source = spawn("source", 64 * CHUNK, CHUNK, 64)
-    gate = kit.Gate()
-    target = Target(right, CHUNK, gates={3: gate})
-    _, ended = start_read(here, line(source), "k", target)
-    assert gate.reached.wait(DEADLINE_S)
-    source.kill()
-    source.wait()
-    gate.release.set()
-    assert isinstance(ended.wait(), SourceLost)
-    assert not stand_in.rings
-    here.export(full("k", right, CHUNK))
-    release = threading.Event()
-    stand_in.during_fill.append(lambda start, view: start == 0 or release.wait(DEADLINE_S))
-    reader = spawn("reader", 64 * CHUNK, CHUNK, here.endpoint)
-    assert line(reader).startswith("stored")
-    reader.kill()
-    reader.wait()
-    release.set()
-    kit.until(lambda: feeds(here) == 0, "the source has closed the ring")
-    assert here.withdraw("k", timeout_s=0.0)
 
 
 def test_what_is_in_a_slot_when_it_is_withdrawn_does_not_count(make: Make) -> None:

@@ -2,7 +2,7 @@
 
 Rules:
 1. Copies run on streams of their own, one for each direction and device: they neither wait for the user's kernels nor
-   hold them up. So whoever reads or overwrites calls `Registration.settle` first: `build_manifest` and `FillSink` do.
+   hold them up. So a reader or writer calls `Registration.settle` first: `build_manifest` and `FillSink` do.
 2. Each call waits for an event behind its own copies. Bytes received are in place, for every stream, when it returns.
 3. The ring is 64 MiB of pinned memory at most, taken at the first block, not at registration.
 4. Many small pieces of a block are gathered on the device, and cross the bus in one copy. The device memory for that is
@@ -29,7 +29,7 @@ from ..protocol.errors import TransferError, TransportMissing, UsageError
 from ..transport.on_device import Landing, Opened, RingMemory, Shared
 from ..transport.ranges import Addresses, Batches, Scatter
 from ..transport.threads import beside_captures
-from . import cuda_device
+from . import cuda_device, cuda_sharing
 from . import streams as guarded
 from .cuda_device import recorded, stream_of, wait_for
 from .digests import digest
@@ -199,45 +199,31 @@ class CudaStream(StagedStream):
         return len(devices) == 1 and "cpu" not in devices and cuda_device.why_not(_index(*devices)) is None
 
     def share(self) -> Shared:
-        from .cuda_sharing import share
-
         self._cuda.spans()
         if self._shared is None:
             memory = [self._cuda.memory_of(index) for index in range(len(self._pieces))]
-            self._shared = share(self._pieces, [tensor for tensor in memory if tensor is not None])
+            self._shared = cuda_sharing.share(self._pieces, [tensor for tensor in memory if tensor is not None])
         return self._shared
 
     def open(self, body: bytes) -> Opened:
-        from .cuda_sharing import OpenedCuda
-
-        return OpenedCuda(body, _index(self._pieces[0].device))
+        return cuda_sharing.OpenedCuda(body, _index(self._pieces[0].device))
 
     def make_ring(self, size_bytes: int) -> RingMemory:
-        from .cuda_sharing import make_ring
-
-        return make_ring(_index(self._pieces[0].device), size_bytes)
+        return cuda_sharing.make_ring(_index(self._pieces[0].device), size_bytes)
 
     def open_ring(self, handle: bytes, size_bytes: int) -> RingMemory:
-        from .cuda_sharing import open_ring
-
-        return open_ring(_index(self._pieces[0].device), handle, size_bytes)
+        return cuda_sharing.open_ring(_index(self._pieces[0].device), handle, size_bytes)
 
     def pin_ring(self, address: int, size_bytes: int) -> RingMemory:
-        from .cuda_sharing import pin_ring
-
-        return pin_ring(_index(self._pieces[0].device), address, size_bytes)
+        return cuda_sharing.pin_ring(_index(self._pieces[0].device), address, size_bytes)
 
     def copy_to(self, target: Opened, start: int, stop: int, chunk_bytes: int) -> None:
-        from .cuda_sharing import Part
-
-        assert isinstance(target, Part)
+        assert isinstance(target, cuda_sharing.Part)
         ((_, mine),) = self._cuda.runs
         self._copied(mine, target.spans, Chunks(start, stop, chunk_bytes))
 
     def copy_from(self, source: Opened, start: int, stop: int, chunk_bytes: int, *, digests: bool) -> list[bytes]:
-        from .cuda_sharing import OpenedCuda, Part
-
-        assert isinstance(source, OpenedCuda | Part)
+        assert isinstance(source, cuda_sharing.OpenedCuda | cuda_sharing.Part)
         ((_, mine),) = self._cuda.runs
         made = self._copied(source.spans, mine, Chunks(start, stop, chunk_bytes))
         if not digests:
@@ -255,9 +241,7 @@ class CudaStream(StagedStream):
             raise TransferError(f"copying on {self.device} failed: {error}") from error
 
     def land(self, source: Opened, batches: Batches, scatter: Scatter, *, digests: bool) -> Landing:
-        from .cuda_sharing import OpenedCuda
-
-        assert isinstance(source, OpenedCuda)
+        assert isinstance(source, cuda_sharing.OpenedCuda)
         ((name, mine),) = self._cuda.spans()
         try:
             return cuda_device.CudaLanding(

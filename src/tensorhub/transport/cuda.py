@@ -4,7 +4,7 @@ There are three ways, and a pair takes the first that both ends can:
 
     MEMORY   The reader opens the source's memory, once for each registration, and copies from it by kernels of its own.
              Nothing of the source's interpreter is needed any more: a source that is stopped is read to its end.
-             Tiles of another layout come this way only (`cuda_pieces`).
+             Tiles of another layout come this way only (`on_device`).
     RING     The source copies into a ring of memory on its device, which the reader opens. For memory that cannot be
              shared. A device with peer access to the source's opens it too.
     PINNED   The same with pinned memory of the host, for devices that cannot reach each other.
@@ -45,14 +45,23 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from traceback import clear_frames
 
-from ..protocol.errors import Closed, TensorHubError, TransportMissing, UsageError
-from .announcing import AnnouncedStream, AnnouncingServer
+from ..protocol.errors import Closed, TransportMissing, UsageError
+from .announcing import AnnouncingServer
 from .base import ByteStream, Export, OnEnd, Sink, Taking
-from .cuda_pieces import read_pieces, target_of
 from .local.memory import SCHEME as LOCAL
-from .local.memory import Call, Lost, Place, Process, Received, Token, receive_header, send_with_descriptors
-from .local.transport import SEAL, LocalRead, LocalServed, LocalServer, LocalSettings, LocalTransport, credentials_of
-from .on_device import OnDevice, Opened, RingMemory, on_device
+from .local.memory import Call, Lost, Place, Process, Received, Token, send_with_descriptors
+from .local.transport import (
+    SEAL,
+    LocalJob,
+    LocalRead,
+    LocalServed,
+    LocalServer,
+    LocalSettings,
+    LocalTransport,
+    ReceivingStream,
+    credentials_of,
+)
+from .on_device import OnDevice, Opened, RingMemory, on_device, read_pieces, target_of
 from .ranges import Piecewise
 from .sealed import Foreign, Unmappable, scratch
 from .tcp import wire as tcp_wire
@@ -574,28 +583,18 @@ class CudaTransport(LocalTransport):
         self._peers.close()
 
 
-class CudaJob(Job):
+class CudaJob(LocalJob):
     """What a read knows besides."""
 
     def __init__(self, settings: TcpSettings, endpoint: str, key: str, sink: Sink, peers: Peers) -> None:
-        super().__init__(settings, endpoint, key, sink)
+        super().__init__(settings, endpoint, key, sink, maps=False)
         self.peers = peers
-        self.process: Process | None = None
         self.way = MEMORY
         self.over = threading.Event()
-
-    def refused(self, refusal: Refusal) -> TensorHubError:
-        if refusal.code in ("user", "memory"):
-            return TransportMissing(f"{self.endpoint} cannot serve {self.key!r} this way: {refusal.message}")
-        return super().refused(refusal)
 
     def finish(self) -> None:
         super().finish()
         self.over.set()
-
-    def close(self) -> None:
-        if self.process is not None:
-            self.process.close()
 
 
 class CudaRead(LocalRead):
@@ -640,7 +639,7 @@ class CudaRead(LocalRead):
         return PATHS[self.job.way] if isinstance(self.job, CudaJob) else SCHEME
 
 
-class CudaStream(AnnouncedStream):
+class CudaStream(ReceivingStream):
     """One connection, and the thread that copies what is announced on it."""
 
     def __init__(self, job: Job, wire: Wire, index: int) -> None:
@@ -649,7 +648,6 @@ class CudaStream(AnnouncedStream):
         self._its = job
         self._source: Opened | None = None
         self._ring: Ring | None = None
-        self._received: Received | None = None  # descriptors that came with the last frame, while such may come
 
     def receive_manifest(self) -> bytes:
         """And the source's memory, open, or a ring."""
@@ -659,7 +657,7 @@ class CudaStream(AnnouncedStream):
             raise TransportMissing("the tensors here are not all on a device", hint="use tcp")
         manifest = super().receive_manifest()
         with contextlib.closing(Received()) as received:
-            kind, length, _ = self._next_with(received)
+            kind, length, _ = self.next_with(received)
             if kind != SHARED or length != SEAL.size + ID_BYTES or len(received.descriptors()) != 2:
                 raise Garbled(f"a frame of kind {kind} with {length} B where SHARED was due")
             body = bytes(self.wire.receive_body(length, length))
@@ -669,19 +667,6 @@ class CudaStream(AnnouncedStream):
             else:
                 self._open(stream, body[SEAL.size :], received.descriptors())
         return manifest
-
-    def _next_with(self, received: Received) -> tuple[int, int, int]:
-        """The next frame that says something, whose descriptors `received` then has."""
-        self._received = received
-        try:
-            return self.next_frame()
-        finally:
-            self._received = None
-
-    def receive_header(self) -> tuple[int, int, int]:
-        if self._received is None:
-            return super().receive_header()
-        return receive_header(self.wire, self._received)
 
     def _open(self, stream: OnDevice, registration: bytes, pipes: Sequence[int]) -> None:
         """Have the memory open by the first way that both ends can. Raises `TransportMissing`."""
@@ -709,7 +694,7 @@ class CudaStream(AnnouncedStream):
             self._its.peers.keep(key, way if self._source is None else self._source, lifeline)
 
     def _receive_offer(self, asked: int, received: Received) -> bytes:
-        kind, length, way = self._next_with(received)
+        kind, length, way = self.next_with(received)
         if kind != OFFER or not asked <= way <= PINNED:
             raise Garbled(f"a frame of kind {kind} and number {way} where OFFER was due")
         self._its.way = way

@@ -27,16 +27,11 @@ from ..sealed import MAX_REGIONS, Foreign, Region, Sealed, Shared, Unmappable, m
 from ..tcp.wire import HEADER, Silent, Vanished, Wire, lost
 from ..threads import opening, track
 
-# --- Who may read whose memory on this host, as far as that is known before anybody tries; and endpoints that say it.
-#
-# An endpoint names the kernel that runs now, the PID and network namespaces, the user, and a socket of this worker:
+# --- Which worker may read which memory on this host, as far as an endpoint says it:
 #
 #     local://<boot id>.<pid namespace>.<network namespace>.<user>/<name of an abstract unix socket>
 #
-# `cuda://` endpoints have the same form.
-# Two workers can use the local transport only if all four are equal: another PID namespace has other numbers for the
-# same processes, another network namespace has other abstract sockets, another user may not read. What remains (a
-# ptrace scope, a seccomp filter, a security module) is found by reading a cookie, not by guessing.
+# All four must be equal. `cuda://` endpoints have the same form. A ptrace scope or a seccomp filter is found by a read.
 
 
 SCHEME = "local"
@@ -100,7 +95,7 @@ def here() -> Place:
 
 
 def new_name() -> str:
-    """A name for an abstract socket that nobody has, and nobody guesses."""
+    """A name for an abstract socket that is new, and cannot be guessed."""
     return f"tensorhub-{os.getpid()}-{secrets.token_hex(8)}"
 
 
@@ -157,16 +152,10 @@ def remedy() -> str:
     )
 
 
-# --- Bytes of another process, read by the kernel straight into ours: `process_vm_readv` through ctypes, without the
-# GIL.
+# --- Bytes of another process, read by the kernel straight into ours (`process_vm_readv`), without the GIL.
 #
-# `vectors` says where the bytes of a stream lie, in this process and in the other. `Seal` is a source's word for as
-# long as an export lasts: 16 random bytes in its memory, zeroed when the export ends. A reader reads it *after* the
-# bytes. If it is still there, then these were the right process and the right memory when the bytes were read; if
-# not, nothing that was read counts. So no answer from the source is waited for, and a process that has got a dead
-# source's PID is never believed, even if it was asked (a pidfd keeps us from asking).
-#
-# It must never: write to another process, or take bytes for read that the kernel did not count.
+# A seal is 16 random bytes in the source's memory, zeroed when the export ends. A reader reads it after the bytes. If
+# it is there, these were the right process and memory. A process that has got a dead source's PID is never believed.
 
 
 CALL_BYTES = 32 << 20  # of one call: 2-4 ms, so that a stopped read ends soon; larger ones gain nothing
@@ -198,7 +187,7 @@ class Seal:
         ctypes.memmove(self.address, self.value, SEAL_BYTES)
 
     def break_(self) -> None:
-        """From now on nothing that anybody reads of this export counts."""
+        """From now on nothing that is read of this export counts."""
         ctypes.memset(self.address, 0, SEAL_BYTES)
 
 
@@ -329,7 +318,7 @@ def _function() -> "ctypes._NamedFuncPointer":
         function = ctypes.CDLL(None, use_errno=True).process_vm_readv
     except AttributeError as error:
         raise TransportMissing("this C library has no process_vm_readv", hint="use tcp") from error
-    function.restype = ctypes.c_ssize_t  # and no argtypes: whoever calls it brings C objects
+    function.restype = ctypes.c_ssize_t  # no argtypes: its callers bring C objects
     return function
 
 
@@ -353,20 +342,12 @@ def probe_self() -> None:
         process.close()
 
 
-# --- How a source gives a reader its memory itself: descriptors over the unix socket, which the reader maps to read.
+# --- A source hands over memory: descriptors over the unix socket, which the reader maps.
 #
-# If the reader has said that it takes them, and all of an export lies in memory that can be mapped (`sealed`), the
-# source says, after the manifest and before MEMORY,
+#     source  MAPPED  a seal, and address and size of each region; with the first bytes come the descriptors of the
+#                     seal's page and of each region. `number` FROZEN: it is never written again, so it may be kept
 #
-#     source  MAPPED  a seal, and address and size of each region; with the frame's first bytes come the descriptors: of
-#                     the page that begins with the seal, and of each region. `number` FROZEN: the export is whole,
-#                     and nobody can write to its memory any more. So the reader may keep it, if it wanted to
-#
-# It is said to whoever would be told the addresses: the same user, with the token, of an export that lasts. A reader
-# that cannot map what it was given (no descriptor to spare, memory that is not sealed, too little of it) does
-# without.
-#
-# It must never: keep a descriptor that came, or map what `sealed` would not.
+# A reader that cannot map them reads without.
 
 
 _log = logging.getLogger(__name__)

@@ -51,17 +51,11 @@ from .memory import (
     socket_address,
 )
 
-# --- The source's side of the local transport: says where the bytes lie and which chunks are there; sends none.
+# --- The source: the tcp transport's server over an abstract unix socket. It sends where the bytes lie and which chunks
+# are there:
 #
-# It is the tcp transport's server over an abstract unix socket: the same greetings, requests, keepalives and endings
-# (`tcp_wire`), the same threads and the same ways for an export to end. In place of chunks a reader gets, once
-#
-#     source  MEMORY  the seal's address, the seal, and where every piece of the stream lies (`ranges.Addresses`)
+#     source  MEMORY  the seal's address, the seal, and where each piece of the stream lies (`Addresses`)
 #     source  READY   chunks [`number`, number + n) are there; n is the body
-#
-# and its requests carry as their `number` how many bytes it has read so far on this connection: that is what is
-# counted. Where all of an export lies in memory that can be mapped, a reader that takes it gets that too
-# (`local_mapping`). It must never: serve another user, or let an export's seal stand when the export has ended.
 
 
 _log = logging.getLogger(__name__)
@@ -94,7 +88,7 @@ class LocalServed(Served):
 
 
 class LocalServer(AnnouncingServer):
-    """Tells whoever of this user connects where the exports are."""
+    """Tells readers of this user where the exports are."""
 
     kind = "local"
 
@@ -169,26 +163,17 @@ def credentials_of(sock: socket.socket) -> tuple[int, int, int]:
 def check_listener(wire: Wire, endpoint: str) -> None:
     """That our own user listens there, before a word is said: the first one has the token. Raises `TransportMissing`.
 
-    Once a source is gone, anybody of this host may listen under its name.
+    Once a source is gone, any process of this host may listen under its name.
     """
     _, user, _ = credentials_of(wire.sock)
     if user != os.geteuid():
         raise TransportMissing(f"{endpoint} is listened to by user {user}, this worker runs as user {os.geteuid()}")
 
 
-# --- The target's side of the local transport: one read, whose threads copy out of the source's memory by themselves.
+# --- The reader: the tcp transport's, whose threads copy out of the source's memory by themselves.
 #
-# It is the tcp transport's read with other ends: it dials an abstract unix socket, learns from MEMORY where bytes are,
-# proves with the seal that it can read them and that they are the right process's, and for each chunk that is READY
-# lets the kernel copy it into the sink's memory. The seal is read again after each chunk and before the sink judges
-# it, so what the source may have changed meanwhile is neither stored nor taken for corrupt.
-#
-# Memory that the source hands over (`local_mapping`) is mapped, and copied from there: by the mover in one go with the
-# digest, by Python as before, with this very process as the one whose memory is read. The seal's page is mapped too, so
-# nothing is asked of the source's process, and what was read of one that has died meanwhile counts.
-#
-# If the kernel refuses, nothing was begun and the read ends with `TransportMissing`, which says why: the same two
-# workers can still use tcp. It must never: let a chunk be judged whose seal was not seen after the copy.
+# The seal is read after each chunk, before the sink judges it. Memory that the source hands over is mapped, and copied
+# from there; nothing is asked of the source's process then.
 
 
 _CANNOT = ("user", "memory")  # refusals that are no fault of the source: another transport may do
@@ -327,7 +312,26 @@ class LocalRead(TcpRead):
         return wire
 
 
-class LocalStream(AnnouncedStream):
+class ReceivingStream(AnnouncedStream):
+    """One connection, on which descriptors may come with a frame."""
+
+    _received: Received | None = None
+
+    def next_with(self, received: Received) -> tuple[int, int, int]:
+        """The next frame that says something. `received` then has its descriptors."""
+        self._received = received
+        try:
+            return self.next_frame()
+        finally:
+            self._received = None
+
+    def receive_header(self) -> tuple[int, int, int]:
+        if self._received is None:
+            return super().receive_header()
+        return receive_header(self.wire, self._received)
+
+
+class LocalStream(ReceivingStream):
     """One connection, and the thread that copies what is announced on it."""
 
     def __init__(self, job: Job, wire: Wire, index: int) -> None:
@@ -336,23 +340,16 @@ class LocalStream(AnnouncedStream):
         self._its = job
         self._remote: Remote | None = None
         self.can_map = job.maps
-        self._received: Received | None = None  # descriptors that came with the last frame, while such may come
 
     def receive_manifest(self) -> bytes:
-        """And where the bytes are; proves that they can be read before anybody counts on it."""
+        """And where the bytes are. Proves first that they can be read."""
         manifest, kept = super().receive_manifest(), None
-        if self.can_map:
-            self._received = Received()
-        try:
-            kind, length, number = self.next_frame()
-            if kind == MAPPED and self._received is not None:
+        with contextlib.closing(Received()) as received:
+            kind, length, number = self.next_with(received) if self.can_map else self.next_frame()
+            if kind == MAPPED and self.can_map:
                 words = bytes(self.wire.receive_body(length, MAX_MAPPED_BYTES))
-                kept = self._map(words, self._received.descriptors(), is_kept=number == FROZEN)
+                kept = self._map(words, received.descriptors(), is_kept=number == FROZEN)
                 kind, length, _ = self.next_frame()
-        finally:
-            if self._received is not None:
-                self._received.close()
-            self._received = None
         if kind != MEMORY_FRAME:
             raise Garbled(f"a frame of kind {kind} where the addresses were due")
         body = memoryview(self.wire.receive_body(length, MAX_MEMORY_BYTES + SEAL.size))
@@ -368,12 +365,6 @@ class LocalStream(AnnouncedStream):
         if kept is not None:
             hand_over(self.job.sink, addresses, *kept)
         return manifest
-
-    def receive_header(self) -> tuple[int, int, int]:
-        """With the descriptors that may come now."""
-        if self._received is None:
-            return super().receive_header()
-        return receive_header(self.wire, self._received)
 
     def _map(self, body: bytes, descriptors: Sequence[int], *, is_kept: bool) -> tuple[int, Shared] | None:
         try:
@@ -450,11 +441,7 @@ class LocalStream(AnnouncedStream):
         self.note_read(size_bytes, is_last=not self.asked)
 
 
-# --- A read of pieces on one host: rows of the source's memory, copied by the kernel or out of a mapping, or sent.
-#
-# Where the runs of a batch are short, to have each of them copied out of another process costs more than to let the
-# source's kernel pack them into a socket: 0.7 us for each, whatever its length. So such a batch is asked for with the
-# wish that it be sent. Mapped memory is copied run by run, whatever their length.
+# --- Tiles of another layout: rows of the source's memory. Batches of short runs are sent instead: a run costs 0.7 us.
 
 
 SENT_BELOW_BYTES = 4096  # runs that are shorter on an average are sent
@@ -535,29 +522,9 @@ def _part(memory: Addresses, rows: Rows, start: int, stop: int) -> Addresses:
     return Addresses.of_ranges(found, start)
 
 
-# --- The local transport: weights between two workers of one host, copied once, straight from tensors to tensors.
+# --- The transport. It needs Linux, one user, one PID and one network namespace, and a kernel that permits the reads.
 #
-# The reader's threads let the kernel copy out of the source's memory (`process_vm_readv`); the source only says, over a
-# unix socket, where its bytes are and which chunks are there. Nothing to install, no payload in a socket, no work and
-# no GIL at the source. It needs Linux, one user, one PID and one network namespace, and a kernel that permits it: a
-# reader finds out by reading a cookie, and ends with `TransportMissing` where it may not, so that the pair takes tcp.
-#
-# `local_host` says who may read whom, `local_memory` reads, `local_server` announces, `local_reader` copies. The rest
-# is the tcp transport's: what is said, by which threads, and how everything ends.
-#
-# Why what was read is right, though the source cannot call a reader back: a chunk counts only if the source's seal, 16
-# random bytes in its memory, was seen there *after* the copy. `withdraw` breaks the seal before anything else, so
-# what is copied later, by a reader that was stopped, say, is not even judged; and to have read what it should not
-# harms nobody. The digest is checked besides, by the same thread, while the bytes are in its cache.
-#
-# Measured: 512 MiB and 1 GiB between two processes, 2 cores (AMD EPYC) shared with other work, programs in random
-# order, 12-40 rounds, against the best of bare `process_vm_readv` in 1 or 2 threads with calls of 4 or 16 MiB, as
-# medians. Without digests 1.00 and 1.02 of it; with them 0.77 to 0.79. The cores were the limit: a GiB costs 0.083 s
-# of CPU bare, 0.095 here, 0.118 with xxh3-128, all of it at the reader, none at the source. When the memory was the
-# limit (2 threads bare only 1.2 times as fast as 1), 0.92 without and 0.80 with. A read costs 0.7 ms besides, and 0.3
-# MiB of memory. Small tensors pay the kernel for each piece of the source, 0.7 us whatever the length, unless they
-# lie near each other, as those do that were allocated one after another: then they are read across the gaps
-# (`vectors`, decision 0009).
+# A reader finds out by reading the seal, and ends with `TransportMissing` where it may not.
 
 
 @dataclass(frozen=True)
@@ -573,7 +540,7 @@ class LocalSettings:
     ahead_bytes: int = 256 * MIB  # each request wakes the source, which takes a core from a reader for 0.1 ms
     max_connections: int = 64  # 32 readers with 2 threads each
     maps: bool = True  # memory that the source hands over, rather than let the kernel copy out of its process
-    allow_readers: bool = True  # under Yama's scope 1 only: without it nobody may read (as Open MPI and UCX do)
+    allow_readers: bool = True  # under Yama's scope 1 only: without it no worker may read (as Open MPI and UCX do)
 
     def as_tcp(self) -> TcpSettings:
         """For what is shared with the tcp transport."""

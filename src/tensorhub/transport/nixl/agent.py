@@ -24,15 +24,10 @@ from ..base import ByteStream
 from ..ranges import Located
 from ..threads import beside_captures, scope, tolerated
 
-# --- Which of UCX's ways a pair of workers really has, as far as that can be known: a rule, and the facts that it
-# takes.
+# --- Which way of UCX a pair of workers has. NIXL does not tell.
 #
-# NIXL does not tell which transports UCX has selected. What can be known is whether reads were over when the call that
-# posted them returned: on one host UCX then copied by itself, out of memory that both processes can reach (cma, xpmem).
-# A small read over TCP may happen to be as quick, so one is no proof, and where UCX may not use shared memory it is
-# none at all. A read that was not is done by hardware, or by the source's own process over TCP, which costs ten times
-# the CPU of plain sockets and cannot be called back. Hardware needs a device at both ends; where there is none, it is
-# TCP.
+# A read that was over when its call returned was copied by UCX itself (cma, xpmem), on one host. Most of several reads
+# must agree. Any other read is done by hardware, or by the source's process over TCP, at ten times the CPU of sockets.
 
 
 HOST = 0  # a device's code: 0 is the host's memory, n + 1 the memory of CUDA device n
@@ -54,7 +49,7 @@ class Facts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Lane(msgspec.Struct, frozen=True):
-    """A way, in words for people, and whether it is one that nobody should take."""
+    """A way in words, and whether it is the slow one."""
 
     name: str
     is_tcp: bool
@@ -156,15 +151,11 @@ def _permits(tls: str, *names: str) -> bool:
     )
 
 
-# --- Where bytes lie, as NIXL is told: places on the host and on CUDA devices, cut into descriptors; and seals.
+# --- Where bytes lie, as NIXL is told. A place is (device, address, length).
 #
-# A place is (device, address, length). A stream has places if its bytes have addresses in this process: on the host
-# (`ranges`) or on devices too (`places`). Both ends of a read cut the stream at the same bytes, because NIXL copies
-# descriptor by descriptor: wherever either end's memory is interrupted, and at every chunk's border.
-#
-# A `Page` holds the seals of all exports, each 16 random bytes that are zeroed when its export ends. A reader reads the
-# seal *after* the bytes, by the same way: if it is still there, the bytes were the export's when they were read. So a
-# source need not call its readers back, which it could not.
+# NIXL copies descriptor by descriptor, so both ends cut the stream at the same bytes: where either end's memory is
+# interrupted, and at each chunk's border. A `Page` holds the seals of all exports: 16 random bytes each, zeroed when
+# the export ends. A reader reads the seal after the bytes, by the same way.
 
 
 DESCRIPTOR_BYTES = 4 << 20  # measured: 4 MiB 12.6 GiB/s, 1 GiB 9.9, 64 KiB 6.9
@@ -269,7 +260,7 @@ class Page:
             return self.place.address + self._free.pop() * SEAL_BYTES
 
     def give(self, address: int) -> None:
-        """The slot may be lent again: nobody writes to it any more."""
+        """The slot may be lent again."""
         with self._lock:
             self._free.append((address - self.place.address) // SEAL_BYTES)
 
@@ -286,7 +277,7 @@ class Seal:
         self._is_broken = False
 
     def break_(self) -> None:
-        """From now on nothing that anybody reads of this export counts. The next seal here will have another value."""
+        """From now on nothing that is read of this export counts. The next seal here has another value."""
         if not self._is_broken:
             self._is_broken = True
             ctypes.memset(self.address, 0, SEAL_BYTES)
@@ -296,35 +287,20 @@ class Seal:
         self.break_()  # of an export that was refused
 
 
-# --- One NIXL agent with its UCX back end, and what must be kept in mind about it. Knows memory and peers; no keys.
+# --- One NIXL agent with its UCX back end. It knows memory and peers, and no keys. Measured with NIXL 1.5.1:
 #
-# NIXL's manners, as measured with 1.5.1, that this file is shaped by:
-# 1. Its progress thread spins a whole core with NIXL's own default (`pthrDelay=0`, 0.66 of a core while idle). It
-# sleeps
-#    until there is something to do if it is given a delay: 100 ms costs 0.001 of a core, and adds no latency.
-# 2. Releasing a request does not cancel it. Neither does forgetting the peer, nor deregistering the local memory: over
-#    TCP a stopped source's bytes landed in all three cases, 64 MiB of 64, once it went on. Only the end of the whole
-#    agent fences (none of 13 runs had a late byte). So a transfer that does not end in time ends its agent.
-# 3. A source's deregistration does not stop readers either (cma and TCP: they went on reading). The seal does.
-# 4. Where UCX has no way to read memory by itself, the source's process sends it, in messages over TCP ("emulation"). A
-#    reader that ends in the middle of that, or is killed, aborts the *source* (UCX: "Fatal: unexpected error: Endpoint
-#    timeout", 10 of 13 sources). So it was on a GPU without NVLink, where UCX does not read by CUDA IPC on its own.
-#    It is
-#    told to do that, and never to emulate: what cannot be read natively is an error then, and goes by `tcp`.
-# 5. UCX keeps the device memory of a peer mapped once it has read it: what the peer frees then stays taken until the
-#    reader's process ends (1 GiB read on an H200: 960 MiB). So it is told to map it anew for each read.
-# 6. A reader finds a peer's memory by where it begins, in a sorted list to which every introduction adds, and out of
-#    which nothing goes but with the whole peer. So what was there before hides what is there now
-#    ("NIXL_ERR_NOT_FOUND"), and another key for the same place makes it drop all that it knows of the peer. To forget
-#    a peer that lives costs both ends a socket for each worker, for good. So who has other memory where memory of its
-#    own was introduces it by a further agent (`nixl_agents`), whose end frees everything at both ends.
-# 7. It logs to stdout and stderr unless told otherwise before it is loaded.
-# 8. A thread that comes out of it while the interpreter ends aborts the process (the way out cannot be unwound): so
-# every
-#    agent ends before that, also a forgotten one (`atexit`). A forked child has an agent without its threads, whose end
-#    would wait for them for ever: there it is neither used nor deleted.
-#
-# It must never: be used once ended, be deleted while a thread is inside, or outlive its worker.
+# 1. The progress thread spins a whole core with NIXL's default (`pthrDelay=0`). With a delay it sleeps until there is
+#    work.
+# 2. Nothing cancels a transfer but the end of the whole agent: over TCP, bytes of a stopped source came late in each
+#    other case. So a transfer that does not end in time ends its agent.
+# 3. A source's deregistration stops no reader. The seal does.
+# 4. Where UCX cannot read natively, the source's process sends ("emulation"). A reader that is killed meanwhile aborts
+#    the source. So UCX is told never to emulate, and to read by CUDA IPC.
+# 5. UCX keeps a peer's device memory mapped. It is told to map it anew for each read.
+# 6. A reader finds a peer's memory in a list to which each introduction adds, and from which nothing goes but with the
+#    peer. Memory that was there before hides what is there now, so a source introduces that by a further agent.
+# 7. A thread inside it aborts the process when the interpreter ends, so every agent ends before that (`atexit`). A
+#    forked child's agent has no threads: it is neither used nor deleted.
 
 
 MODULES = ("nixl_cu12", "nixl_cu13", "nixl_rocm")  # CUDA is not needed to import any of them; `nixl` only picks one
@@ -334,7 +310,7 @@ _IDLE_PEERS = 64  # kept connected without being read from
 _GONE = 64  # introductions of memory that is not there any more, which peers go on knowing
 _END_S = 5.0  # native calls end within milliseconds: the longest is one post of a few MiB that copies inside
 _FIRST_POLL_S, _LAST_POLL_S = 20e-6, 1e-3  # twice as long each time: 4 MiB at 200 Gbit/s take 170 µs
-_TURN_POLL_S = 0.05  # as often somebody who waits for his turn looks whether he still wants it
+_TURN_POLL_S = 0.05  # how often a waiting thread looks whether its read is over
 _QUIET = {"NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal"}  # we report what happens; both are read while loading
 _NATIVE = {  # read with each agent
     "UCX_PROTO_EMULATION_ENABLE": "n",
@@ -412,7 +388,7 @@ class Agent:
         self._introductions = 0
         self._peers: dict[str, int] = {}  # and the number of open reads
         self.connecting = threading.Lock()  # for readers: one thread at a time makes first contact
-        self._meeting = threading.Lock()  # nobody is met while somebody is forgotten
+        self._meeting = threading.Lock()  # no peer is met while another one is forgotten
         options = {"num_workers": str(workers)}
         if tls:
             options["engine_config"] = f"TLS={tls}"
@@ -435,7 +411,7 @@ class Agent:
         """Inside, the native agent is there. NIXL's errors are raised as `Broken`."""
         with self._changed:
             if self.ended is not None:
-                self._changed.wait_for(lambda: self._native is None, _END_S)  # whoever is told may reuse the memory
+                self._changed.wait_for(lambda: self._native is None, _END_S)  # then memory may be reused
                 raise Broken(self.ended)
             self._inside += 1
         try:
@@ -455,13 +431,13 @@ class Agent:
                 return
             self.ended = reason
             if not self._changed.wait_for(lambda: self._inside == 0, _END_S):
-                _let_live(self._native)  # deleting it would pull the floor from under whoever is inside
+                _let_live(self._native)  # a thread is inside still
             self._native = None
             self._regions.clear()
             self._changed.notify_all()
 
     def forget(self, reason: str) -> None:
-        """In a forked child: it is the parent's. No lock is taken: whoever held one is not here."""
+        """In a forked child: it is the parent's. No lock is taken, for its holder is not here."""
         if self._native is not None:
             _let_live(self._native)
         self.ended, self._native = reason, None
@@ -640,13 +616,8 @@ def _hint() -> str:
     return f"UCX_TLS={tls} may permit too little: unset it" if tls else "run `tensorhub doctor`; tcp works without NIXL"
 
 
-# --- The NIXL agents of one transport: one that reads and lets read, and further ones for what it cannot introduce.
-#
-# Peers must not be told of two memories in one place by one agent (`nixl_agent`, 6). Then a further one tells them of
-# the second, and ends when nothing that it has told of is there any more. The first goes on, for to register a model
-# anew may take longer than to read it.
-#
-# It must never: end an agent by which somebody may still read, or leave one behind when the transport closes.
+# --- The NIXL agents of one transport: one that reads and introduces memory, and further ones for memory that it cannot
+# introduce (6 above). Those end when nothing that they have introduced is there any more.
 
 
 _living: "WeakSet[Agents]" = WeakSet()

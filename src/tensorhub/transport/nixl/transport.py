@@ -56,16 +56,7 @@ from .agent import (
 )
 from .probe import DEADLINE_S, Probe, require
 
-# --- The source's side of the nixl transport: says where the bytes lie and which chunks are there; sends none.
-#
-# It is the tcp transport's server: the same greetings, requests, keepalives and endings (`tcp_wire`) over the same
-# kind of socket, the same threads and the same ways for an export to end. In place of chunks a reader gets, once
-#
-#     source  MEMORY  how to reach this worker's NIXL agent, where every byte of the stream is, and the seal
-#     source  READY   chunks [`number`, number + n) are there; n is the body
-#
-# and its requests carry as their `number` how many bytes it has read so far on this connection: that is what is
-# counted. It must never: let an export's seal stand when the export has ended.
+# --- The source: the tcp transport's server. It says where the bytes lie (MEMORY) and which chunks are there (READY).
 
 
 SCHEME = "nixl"
@@ -104,7 +95,7 @@ class NixlServed(Served):
 
 
 class NixlServer(AnnouncingServer):
-    """Tells whoever is welcome where the exports are."""
+    """Tells readers where the exports are."""
 
     kind = "nixl"
 
@@ -166,16 +157,11 @@ class NixlServer(AnnouncingServer):
 def _region_or_error(agent: Agent, stream: ByteStream) -> Region | Exception | None:
     try:
         return agent.region(stream)
-    except Exception as error:  # noqa: BLE001 the top of a thread: whatever it is, whoever waits raises it
+    except Exception as error:  # noqa: BLE001 the top of a thread: the waiting thread raises it
         return error
 
 
-# --- What a reader prepares once for a source: who it is, which descriptors make each chunk, and where seals are read
-# to.
-#
-# A `Meeting` is shared by the threads of one read and closed when the last has left; the connection that NIXL keeps
-# with the source outlives it, so that the next version is read over a warm one. It must never: be closed while a
-# thread reads.
+# --- What the threads of one read share: the source's agent, the descriptors of each chunk, and slots for seals.
 
 
 POST_BYTES = 16 * MIB  # of one post: with cma it copies inside the call, 1-2 ms
@@ -253,7 +239,7 @@ class Meeting:
         try:
             return Slot(address, self.agent.prepare(None, [Place(HOST, address, SEAL_BYTES)]))
         except BaseException:
-            self._scratch.give(address)  # nobody was told of it
+            self._scratch.give(address)  # no peer was told of it
             raise
 
     def take_back(self, slot: Slot) -> None:
@@ -285,21 +271,11 @@ class Meeting:
         self.agent.part(self.peer, is_lost=self.is_lost)
 
 
-# --- The target's side of the nixl transport: one read, whose threads let NIXL fetch each chunk straight into the
-# tensors.
+# --- The reader: the tcp transport's, whose threads let NIXL fetch each chunk straight into the tensors.
 #
-# It is the tcp transport's read with another way for the bytes: it learns from MEMORY where they are, and for each
-# chunk that is READY posts one-sided reads of bounded size and waits until they are over. Then it reads the source's
-# seal, and only if that still stands is the chunk shown to the sink.
-#
-# Every thread begins by reading the seal, into memory of its own: that connects it to the source (which needs the
-# source to be alive), proves that the way works, and shows by what it goes. Only then are tensors written to; so a
-# source that stopped before it was connected can never write to them late. If the way is TCP, or nothing, the read
-# ends with `TransportMissing`: the same two workers can still use tcp.
-#
-# A read under way cannot be called back. `stop` and failures wait until it is over, at most `silence_s`; if it is not
-# over then, the agent ends, which does fence (`nixl_agent`), and with it every read that uses it. It must never: let a
-# chunk be judged whose seal was not seen after its bytes, or return while a transfer into the sink's memory is open.
+# Each thread first reads the seal into memory of its own. That connects it, and shows by which way. Tensors are written
+# to only after that. Where the way is TCP, or none, the read ends with `TransportMissing`. After each chunk the seal is
+# read again, before the sink judges the chunk. A transfer that is not over within `silence_s` ends the agent.
 
 
 USE_TCP = "use tcp"
@@ -334,7 +310,7 @@ class NixlJob(Job):
         return super().refused(refusal)
 
     def register(self) -> None:
-        """Make the sink's memory known to NIXL, once. Before anybody is spoken to: to pin much of it takes seconds."""
+        """Make the sink's memory known to NIXL, once. Before it connects, for that takes seconds."""
         if isinstance(self.sink, Piecewise):
             return  # batches land in memory of the read's own
         agent: Agent | None = None
@@ -383,7 +359,7 @@ class NixlRead(TcpRead):
     def _end(self) -> None:
         assert isinstance(self.job, NixlJob)
         if self.job.meeting is not None and isinstance(self.error, SourceLost):
-            self.job.meeting.is_lost = True  # whoever has noticed it: its socket, or NIXL
+            self.job.meeting.is_lost = True  # noticed by its socket, or by NIXL
         super()._end()
 
     @property
@@ -408,7 +384,7 @@ class NixlStream(AnnouncedStream):
         return meeting
 
     def receive_manifest(self) -> bytes:
-        """And where the bytes are; proves that they can be read before anybody counts on it."""
+        """And where the bytes are. Proves first that they can be read."""
         manifest = super().receive_manifest()
         kind, length, _ = self.next_frame()
         if kind != MEMORY_FRAME:
@@ -454,7 +430,7 @@ class NixlStream(AnnouncedStream):
     def _connect(self) -> None:
         """The first read of a thread connects it. Now and then UCX loses such a read: then the next one is answered.
 
-        One thread at a time, for UCX lost none that way; but nobody waits long for a source that does not answer.
+        One thread at a time, for UCX lost none that way, but for a part of `silence_s` only.
         """
         job, agent = self._its, self._meeting.agent
         until, turn_s = time.monotonic() + job.settings.silence_s, job.settings.silence_s / _TRIES
@@ -560,14 +536,9 @@ class NixlStream(AnnouncedStream):
             return self.job.lost(f"{error}; {why}")
 
 
-# --- A read of pieces by NIXL: rows of the source's memory, fetched batch by batch into memory of our own, or sent.
+# --- Tiles of another layout: a batch lands in host memory of the read's own, and the kernel puts it into place.
 #
-# A run of a row is a descriptor at the source. Here all of a batch is one: it lands in host memory of the read's own,
-# and is put into place from there. So the tensors need no addresses, and what comes late can never reach them. Where
-# the runs of a batch are short on an average it is sent instead: a descriptor costs some microseconds, whatever its
-# length.
-#
-# It must never: write into tensors by itself. The kernel does, which says so where they were freed.
+# A run of a row is a descriptor at the source, which costs microseconds. Batches of short runs are sent instead.
 
 
 SENT_BELOW_BYTES = 16384  # runs that are shorter on an average are sent
@@ -702,30 +673,9 @@ class NixlPieces(NixlStream):
         return self._landing, self._lying
 
 
-# --- The nixl transport: weights by NIXL's one-sided reads over UCX, straight from tensors to tensors.
+# --- The transport. It needs the extra `tensorhub[nixl]`, and tries NIXL in a child process first (`probe`).
 #
-# For RDMA, NVLink and CUDA IPC; on one host without any of them UCX copies from process to process (cma). The source's
-# CPU carries no byte. It needs the extra `tensorhub[nixl]`; loading it is tried in a child process first
-# (`nixl_probe`).
-#
-# What is said goes over a socket of the tcp transport's kind (`nixl_server`, `nixl_reader`); what is copied, NIXL
-# copies (`nixl_agent`, `nixl_agents`, `nixl_meeting`), from places that both ends know (`nixl_memory`); pieces of
-# another layout by way of host memory here (`nixl_pieces`). UCX falls back to TCP in silence, where our own sockets
-# are several times faster, and where a read from a stopped source can neither be called back nor fenced without harm.
-# So each thread of a read proves its way first (`nixl_path`), and where it is TCP the read ends with
-# `TransportMissing`.
-#
-# Measured: 1 GiB between two processes of one host, 2 cores (AMD EPYC) with five times more work than they could do,
-# six rounds in random order, medians of two runs: NIXL alone, one list of 256 descriptors, 8.7 and 5.3 GiB/s; this
-# transport without digests 8.0 and 7.2, with them 5.8 and 6.5; `process_vm_readv` alone 10.3 and 9.3; local with
-# digests 8.0 and 7.4; tcp with digests 3.2 and 2.9. CPU seconds per GiB, reader + source: 0.13 + 0.00 without
-# digests, 0.15 + 0.00 with.
-#
-# Why what was read is right: as with `local`, a chunk counts only if the export's seal was seen after its bytes, and
-# the digest is checked besides. Why nothing comes late: tensors are written to only over a way that has been proved,
-# `on_end` waits until no transfer is open, and one that does not end within `silence_s` ends its agent, which fences.
-#
-# UCX itself knows no token: whoever may read the host's RDMA network is trusted, as NIXL trusts it.
+# UCX knows no token: a worker that can reach the host's RDMA network is trusted, as NIXL trusts it.
 
 
 @dataclass(frozen=True)
