@@ -385,7 +385,7 @@ def test_a_closed_transport_hands_over_no_descriptor_of_another_file(
     monkeypatch.setattr(cuda.AnnouncingServer, "introduce", closing)
     monkeypatch.setattr(cuda, "send_with_descriptors", lambda *what: (sent.append(what), send(*what))[1])
     assert read_all(reader, source.endpoint, "k", Target(right, CHUNK)) is not None
-    kit.until(lambda: not len(Server(source)._door), "its thread has left")
+    kit.until(lambda: source.statistics()["connections_open"] == 0, "its thread has left")
     assert not sent
 
 
