@@ -4,11 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorhub.protocol.messages import Holding, Orders, Refusal
+from tensorhub.protocol.messages import Holding, Refusal
 from tensorhub.protocol.names import Digest, ModelName, Number, Version
 from tensorhub.protocol.settings import Settings
 from tensorhub.server import Server
-from tensorhub.server.members import plain_cut
 
 from .kit import hello, report, worker
 
@@ -113,25 +112,6 @@ def test_those_who_live_keep_the_number_of_shards() -> None:
     assert (refusal.code, refusal.retry_s) == ("layout-mismatch", 0.0)
 
 
-def test_another_replica_has_its_own_number_of_shards() -> None:
-    town = Town()
-    assert town.joins("trainer", 0, 2) is None
-    assert town.joins("other", 0, 4) is None
-    assert town.lives == [("trainer", 2), ("other", 4)]
-
-
-def test_when_all_have_left_the_next_job_sets_it() -> None:
-    town = Town()
-    for shard in (0, 1):
-        assert town.joins("trainer", shard, 2) is None
-    for shard in (0, 1):
-        town.leaves("trainer", shard)
-    for shard in range(4):
-        assert town.joins("trainer#2", shard, 4) is None
-    assert code(town.joins("trainer#3", 0, 2)) == "layout-mismatch"
-    assert [shards for _, shards in town.lives] == [4, 4, 4, 4]
-
-
 def test_when_all_have_died_the_next_job_waits_for_their_lease_and_then_sets_it() -> None:
     town = Town()
     assert town.joins("trainer", 0, 2) is None
@@ -143,24 +123,6 @@ def test_when_all_have_died_the_next_job_waits_for_their_lease_and_then_sets_it(
     assert 0 < refusal.retry_s <= 1.0
     town.until(11.0)
     assert town.joins("trainer#2", 0, 4) is None
-
-
-def test_of_two_hellos_the_first_that_reports_sets_it() -> None:
-    town = Town()
-    assert town.hello("a", 0, 2) is None
-    assert town.hello("a#2", 1, 4) is None
-    assert town.report("a#2", 1) is None
-    assert code(town.report("a", 0)) == "layout-mismatch"
-    assert town.lives == [("a", 4)]
-
-
-def test_a_line_that_outlived_its_session_brings_no_other_count_back() -> None:
-    town = Town()
-    assert town.joins("a", 0, 2) is None
-    town.until(12.0)  # silent, on an open line
-    assert town.joins("a#2", 1, 4) is None
-    assert code(town.report("a", 0)) == "layout-mismatch"
-    assert town.lives == [("a", 4)]
 
 
 def test_after_a_restart_who_lived_before_comes_before_somebody_new() -> None:
@@ -178,37 +140,11 @@ def test_after_a_restart_who_lived_before_comes_before_somebody_new() -> None:
     assert code(town.joins("a#late", 1, 4, session=Number(6))) == "layout-mismatch"
 
 
-def test_after_a_restart_somebody_new_does_not_give_way_to_somebody_new() -> None:
-    town = Town(fresh=False)
-    assert town.joins("a#new", 1, 4) is None
-    assert town.hello("a#newer", 0, 2) is None, "a hello does not show yet who has lived before"
-    assert code(town.report("a#newer", 0)) == "layout-mismatch"
-    assert town.lives == [("a", 4)]
-
-
 def test_the_limit_on_models_holds_for_hellos_that_met() -> None:
     town = Town()
     for model in ("a", "b", "c"):
         assert town.hello("trainer", 0, 1, model) is None
     assert [code(town.report("trainer", 0, model)) for model in ("a", "b", "c")] == ["", "", "refused"]
-
-
-def test_versions_of_the_former_count_keep_their_numbers_and_their_content() -> None:
-    town = Town()
-    for shard in range(4):
-        held = Holding(Version(7), Digest(f"r{shard}"), published=True)
-        assert town.joins("trainer", shard, 4, buffer=held) is None
-    model = town.server.state.models[worker("trainer").model]
-    assert model.newest == 7
-    for shard in range(4):
-        town.leaves("trainer", shard)
-    for shard in range(2):  # the same bytes in two of the shards are not the same version
-        assert town.joins("trainer#2", shard, 2) is None
-    replica = model.replicas[worker("trainer").replica]
-    roots = {line: Digest(f"r{line.shard}") for line in plain_cut(2)}
-    conflict = model.conflict(replica, Version(7), roots)
-    assert conflict is not None
-    assert conflict.code == "version-conflict"
 
 
 @pytest.mark.parametrize("fresh", [True, False])
@@ -247,11 +183,3 @@ def test_in_whatever_order_they_come_all_who_live_agree(fresh: bool, history: li
 def test_a_name_has_its_longest(length: int, expected: str) -> None:
     assert code(Town().hello("a" * length, 0, 1)) == expected
     assert code(Town().hello("a", 0, 1, model="m" * length)) == expected
-
-
-def test_an_answer_is_an_answer() -> None:
-    """Without this the others might hold because nobody is ever let in."""
-    town = Town()
-    town.hello("a", 0, 2)
-    said = town.server.handle(report(1), sender="a[0]policy", now=0.0)
-    assert isinstance(said[0][1], Orders)

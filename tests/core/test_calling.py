@@ -180,15 +180,6 @@ def test_a_call_at_a_position_that_was_over_goes_on_at_another() -> None:
     assert it.worker.call.number == 5
 
 
-def test_a_call_that_was_resolved_ends_where_it_is() -> None:
-    it = Conversation.begun()
-    it.tell(events.Called("update", "latest", 60.0))
-    over = Failure("group-incomplete", "its siblings are past that")
-    it.tell(events.Received(orders(2, answer=it.resolved(1))))
-    it.tell(events.Received(orders(3, answer=Answer(1, error=over, instead=4))))
-    assert it.errors == ["group-incomplete"]
-
-
 def test_a_worker_counts_its_own_calls_and_only_the_first_from_where_it_is_told() -> None:
     it = Conversation.begun()
     it.worker.state.position = 7

@@ -33,23 +33,11 @@ def code_of(found: Model, version: int, root: Digest = ROOT) -> str:
     return failure.code if failure is not None else ""
 
 
-def test_a_number_is_free_until_somebody_uses_it() -> None:
-    assert code_of(model(), 7) == ""
-
-
 def test_a_lower_number_is_a_conflict_for_ever() -> None:
     found = model()
     found.note_exists(Version(7))
     assert code_of(found, 6) == "version-conflict"
     assert code_of(found, 8) == ""
-
-
-def test_the_same_number_stands_for_the_same_content_only() -> None:
-    found = model()
-    found.bind_content(worker("trainer"), Version(7), Line(1, Shard(0)), ROOT, LAYOUT)
-    found.note_exists(Version(7))
-    assert code_of(found, 7, ROOT) == ""
-    assert code_of(found, 7, OTHER) == "version-conflict"
 
 
 def test_content_that_agrees_in_one_shard_only_is_other_content() -> None:
@@ -75,13 +63,6 @@ def test_a_version_that_somebody_else_is_publishing_is_theirs() -> None:
     assert code_of(found, 7, OTHER) == "version-conflict"
 
 
-def test_a_holder_of_other_content_is_not_believed() -> None:
-    found = model()
-    assert found.bind_content(worker("a"), Version(7), Line(1, Shard(0)), ROOT, LAYOUT)
-    assert found.bind_content(worker("b"), Version(7), Line(1, Shard(0)), ROOT, LAYOUT)
-    assert not found.bind_content(worker("c"), Version(7), Line(1, Shard(0)), OTHER, LAYOUT)
-
-
 def test_latest_counts_back_over_versions_that_exist() -> None:
     found = model()
     for version, name in ((3, "a"), (5, "b"), (9, "c")):
@@ -95,14 +76,6 @@ def test_latest_counts_back_over_versions_that_exist() -> None:
         assert version is None
         assert failure is not None
         assert failure.code == "version-unavailable"
-
-
-def test_a_version_that_was_held_before_it_existed_is_the_latest_once_it_does() -> None:
-    found = model()
-    found.move(worker("a"), content(Empty()), content(Holding(Version(7), ROOT)))
-    assert found.latest is None, "not all shards have published it"
-    assert found.note_exists(Version(7))
-    assert found.latest == Version(7)
 
 
 def test_what_nobody_has_is_lost_and_not_the_latest() -> None:
@@ -121,14 +94,6 @@ def test_what_nobody_has_is_lost_and_not_the_latest() -> None:
     assert "policy/b[0] held it last" in failure.message
     assert code_of(found, 4) == code_of(found, 5, OTHER) == "version-conflict", "its number stays taken"
     found.move(worker("b"), content(Empty()), held)
-    assert found.latest == 5
-
-
-def test_nothing_is_lost_while_a_restarted_server_listens() -> None:
-    found = model()
-    found.note_exists(Version(5))
-    assert found.latest is None
-    found.is_listening = True
     assert found.latest == 5
 
 
@@ -162,27 +127,6 @@ def content(buffer: Buffer, *beside: HostCopy) -> Content:
     return Content(buffer, beside, Line(1, Shard(0)))
 
 
-def test_news_is_told_once() -> None:
-    found = model()
-    assert found.note_exists(Version(5))
-    assert not found.note_exists(Version(5))
-
-
-def test_the_last_holder_is_remembered() -> None:
-    found = model()
-    held = Holding(Version(7), ROOT)
-    found.move(worker("a"), content(Empty()), content(held))
-    found.move(worker("a"), content(held), content(Empty()))
-    assert found.versions[Version(7)].last_holder == "policy/a[0]"
-
-
-def test_a_failed_fill_does_not_make_a_last_holder() -> None:
-    found = model()
-    found.move(worker("a"), content(Empty()), content(Filling(Version(7))))
-    found.move(worker("a"), content(Filling(Version(7))), content(Poisoned()))
-    assert found.versions[Version(7)].last_holder == ""
-
-
 def test_versions_that_nobody_needs_make_room_the_oldest_first() -> None:
     found = model(most_versions=3)
     for version in range(1, 4):
@@ -191,14 +135,6 @@ def test_versions_that_nobody_needs_make_room_the_oldest_first() -> None:
     found.note_exists(Version(4))
     assert sorted(found.versions) == [1, 3, 4]
     assert found.newest == 4
-
-
-def test_the_newest_is_known_however_many_come_and_go() -> None:
-    found = model(most_versions=2)
-    hold(found, 100)
-    for version in range(1, 20):
-        found.record(Version(version))
-    assert found.resolve("latest") == (100, None)
 
 
 def has(said: Content, version: int) -> bool:

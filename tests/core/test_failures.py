@@ -117,16 +117,6 @@ def test_nine_that_brought_nothing_do() -> None:
     assert cluster.error == "source-lost"
 
 
-def test_a_call_begins_without_failures() -> None:
-    cluster = Cluster(TRAINER)
-    for _ in range(SETTINGS.most_failures):
-        cluster.fail()
-        cluster.pass_time(3)
-    assert cluster.error is None
-    cluster.fail()
-    assert cluster.error == "source-lost"
-
-
 @pytest.mark.parametrize("with_its_line", [True, False])
 def test_twelve_dead_relays_are_no_reason_to_give_up_beside_the_trainer(with_its_line: bool) -> None:
     cluster = Cluster(*RELAYS, TRAINER)

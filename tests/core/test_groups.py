@@ -1,7 +1,7 @@
 """What the shards of one replica do together."""
 
 from tensorhub.protocol.messages import Answer, CallReport, Failure
-from tensorhub.protocol.names import Digest, ReplicaName, Shard, Version
+from tensorhub.protocol.names import ReplicaName, Shard, Version
 from tensorhub.server.groups import Replica, some_shards
 
 from .kit import called, worker
@@ -23,15 +23,6 @@ def heard(group: Replica, shard: Shard, mine: CallReport) -> Answer:
     answer = group.answer(shard, mine)
     assert answer is not None
     return answer
-
-
-def test_the_first_to_arrive_begins_it_and_the_others_join() -> None:
-    group = replica()
-    group.arrive(ZERO, called(1), now=0.0)
-    assert group.call is not None
-    assert group.missing() == [1]
-    group.arrive(ONE, called(1), now=0.0)
-    assert group.missing() == []
 
 
 def test_who_wants_to_publish_is_a_trainer_though_nothing_came_of_it_yet() -> None:
@@ -79,29 +70,6 @@ def test_who_is_on_its_way_to_a_call_that_another_could_not_make_hears_why() -> 
     group.lose(ZERO, "died")
     group.join(ZERO, worker("rollout", 0), is_in_call=True)
     assert heard(group, ZERO, called(4, "unpublish", "")).instead == 5, "its next life was in no call then"
-
-
-def test_who_is_not_let_in_yet_hears_that_another_could_not_make_the_call() -> None:
-    group, why = replica(3), Failure("usage", "its tensors are torn")
-    group.arrive(ZERO, called(4), now=0.0)
-    group.arrive(TWO, called(4), now=0.0, is_put=True)
-    assert group.call is not None
-    assert list(group.call.pending) == [TWO]
-    group.note_ended(ONE, 4, 2, missed=why)
-    for shard in (ZERO, TWO):
-        group.note_bereft(shard, ONE, called(4), why)
-        told = heard(group, shard, called(4))
-        assert (code(told.error), told.instead) == ("group-incomplete", 0)
-    assert list(group.bereft) == [TWO], "the other had arrived"
-
-
-def test_the_stored_answer_is_everybodys() -> None:
-    group = replica()
-    group.arrive(ZERO, called(1), now=0.0)
-    assert group.call is not None
-    group.call.version = Version(7)
-    group.arrive(ONE, called(1), now=0.0)
-    assert heard(group, ZERO, called(1)).version == heard(group, ONE, called(1)).version == 7
 
 
 def test_who_calls_another_verb_or_spec_does_not_arrive_and_fails_nothing_yet() -> None:
@@ -178,16 +146,6 @@ def test_who_comes_late_with_another_call_has_been_left_behind() -> None:
     assert instead(group, ONE, called(1)) == 0
 
 
-def test_who_comes_to_a_position_long_past_is_numbered_after_all_that_have_ended() -> None:
-    group = replica()
-    group.note_ended(ZERO, 7, 5)
-    assert instead(group, ONE, called(2)) == 8
-
-
-def test_whose_call_was_resolved_does_not_come_to_another() -> None:
-    assert instead(given_up(), ONE, called(1, resolved=Version(7))) == 0
-
-
 def test_where_ends_may_be_unknown_nobody_is_numbered_anew() -> None:
     group = given_up()
     assert group.answer(ONE, called(1), is_whole=False) is None
@@ -233,25 +191,7 @@ def test_a_new_life_has_not_arrived_where_the_life_before_it_had() -> None:
         assert instead(group, ONE, called(1)) == expected
 
 
-def test_a_call_that_was_begun_here_has_not_ended_well_at_a_server_before() -> None:
-    group = replica()
-    group.arrive(ONE, called(3), now=0.0)
-    group.note_ended(ZERO, 3, 3)  # which shard 1 cannot have been in
-    assert code(heard(group, ONE, called(3)).error) == "group-incomplete"
-    group = replica()
-    group.note_ended(ZERO, 3, 3)
-    assert instead(group, ONE, called(3)) == 4
-
-
 # --- how it ends ------------------------------------------------------------------------------------------------------
-
-
-def test_a_shard_that_gives_up_fails_it_for_the_others() -> None:
-    group = replica()
-    group.arrive(ZERO, called(1), now=0.0)
-    group.arrive(ONE, called(1), now=0.0)
-    group.note_ended(ZERO, 1, 0)
-    assert code(heard(group, ONE, called(1)).error) == "group-incomplete"
 
 
 def test_a_shard_that_saw_it_end_well_is_believed() -> None:
@@ -269,13 +209,6 @@ def test_after_a_restart_a_late_shard_hears_that_it_had_finished() -> None:
     assert (answer.finished, answer.version) == (True, 7)
 
 
-def test_after_a_restart_a_late_shard_hears_that_it_had_failed() -> None:
-    group = replica()
-    group.note_ended(ZERO, 5, 4)
-    group.arrive(ONE, called(5), now=0.0)
-    assert code(heard(group, ONE, called(5)).error) == "group-incomplete"
-
-
 def test_one_that_goes_on_fails_the_call_it_left() -> None:
     group = replica()
     group.arrive(ZERO, called(1), now=0.0)
@@ -283,23 +216,6 @@ def test_one_that_goes_on_fails_the_call_it_left() -> None:
     group.arrive(ZERO, called(2), now=0.0)
     assert code(heard(group, ONE, called(1)).error) == "group-incomplete"
     assert heard(group, ZERO, called(2)).error is None
-
-
-def test_a_position_long_past_is_over() -> None:
-    group = replica()
-    for number in (1, 2, 3):
-        group.arrive(ZERO, called(number), now=0.0)
-    answer = heard(group, ONE, called(1))
-    assert code(answer.error) == "group-incomplete"
-
-
-def test_a_death_fails_what_the_dead_had_arrived_at() -> None:
-    group = replica()
-    group.arrive(ZERO, called(1), now=0.0)
-    group.arrive(ONE, called(1), now=0.0)
-    group.lose(ONE, "died")
-    assert code(heard(group, ZERO, called(1)).error) == "group-incomplete"
-    assert ONE not in group.members
 
 
 def test_a_death_before_it_arrived_fails_it_too_and_its_next_life_comes_to_the_next() -> None:
@@ -327,14 +243,6 @@ def test_what_was_resolved_before_a_restart_is_believed() -> None:
     group.arrive(ZERO, called(3, resolved=Version(7)), now=0.0)
     group.arrive(ONE, called(3), now=0.0)
     assert heard(group, ONE, called(3)).version == 7
-
-
-def test_roots_of_a_publish_are_kept_by_shard() -> None:
-    group = replica()
-    group.arrive(ZERO, called(1, "publish", 7, root=Digest("a")), now=0.0)
-    group.arrive(ONE, called(1, "publish", 7, root=Digest("b")), now=0.0)
-    assert group.call is not None
-    assert group.call.arrived == {0: "a", 1: "b"}
 
 
 def test_of_many_shards_a_few_are_named() -> None:

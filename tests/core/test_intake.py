@@ -9,8 +9,6 @@ from tensorhub.protocol.messages import (
     Filling,
     Grant,
     Holding,
-    HostCopy,
-    Reading,
     TicketFailure,
     Withdrawing,
 )
@@ -29,73 +27,7 @@ def granted(town: Town) -> Grant:
     return grant
 
 
-def begins_to_read(town: Town) -> Reading:
-    """The reader is in `replicate(1)`, and reads that from whoever is the best source."""
-    call = CallReport(1, "replicate", 1)
-    town.says(READER, call=call)
-    grant = granted(town)
-    reading = Reading(grant.ticket, grant.source, ONE)
-    town.says(READER, buffer=Filling(ONE), call=replace(call, resolved=ONE), reading=reading)
-    return reading
-
-
 # --- reads ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_read_that_its_session_did_not_outlive_does_not_come_back_with_its_reader() -> None:
-    town = Town(lease_s=4.0, report_s=1.0)
-    town.joins(TRAINER, buffer=Holding(ONE, ROOT, published=True))
-    town.joins(READER)
-    reading, session = begins_to_read(town), town.orders[READER].session
-    for second in range(1, 6):
-        town.until(float(second))
-        town.says(TRAINER, buffer=Holding(ONE, ROOT, published=True))
-    assert READER not in town.server.state.members
-    town.loses_its_line(READER)
-    town.says_hello_again(READER)
-    call = CallReport(1, "replicate", 1, resolved=ONE)
-    town.says(READER, buffer=Filling(ONE), call=call, reading=reading)
-    assert town.orders[READER].session > session
-    assert [read.ticket for read in town.server.state.reads.of(READER)] == [granted(town).ticket]
-    assert granted(town).ticket > reading.ticket, "nothing granted before counts"
-
-
-def test_what_came_before_its_buffer_was_free_is_no_measure_of_a_read() -> None:
-    town = Town(default_retain=0, report_s=1.0, slow_s=3.0)
-    town.joins(SPOT, buffer=Holding(TWO, ROOT))
-    town.joins(READER, buffer=Holding(ONE, ROOT))
-    call = CallReport(1, "update", 2)
-    town.says(READER, buffer=Holding(ONE, ROOT), call=call)
-    call, reading = replace(call, resolved=TWO), Reading(granted(town).ticket, SPOT, TWO)
-    rates: list[float | None] = []
-    for second in range(1, 8):
-        town.until(float(second))
-        town.says(SPOT, buffer=Holding(TWO, ROOT))
-        if second <= 3:
-            opened = replace(reading, is_opened=True)
-            town.says(READER, buffer=Withdrawing(ONE, ROOT), call=call, reading=opened)
-        else:
-            arrived = replace(reading, arrived_bytes=4 * (second - 3))
-            town.says(READER, buffer=Filling(TWO, second - 3, 100), call=call, reading=arrived)
-        (read,) = town.server.state.reads.of(READER)
-        rates.append(read.pace.rate)
-    assert rates == [None] * 6 + [4.0], "it has been filled for 3 s only by then"
-
-
-def test_a_read_whose_source_is_gone_by_its_end_is_no_measure_of_others() -> None:
-    """Over what distance it came nobody knows any more: from its own host it would be many times as fast."""
-    town = Town(lease_s=4.0, report_s=1.0)
-    town.joins(SPOT, host="h", reliable=False, buffer=Holding(ONE, ROOT))
-    town.joins(READER, host="h")
-    reading = begins_to_read(town)
-    call = CallReport(1, "replicate", 1, resolved=ONE)
-    for second in range(1, 6):
-        town.until(float(second))
-        town.says(READER, buffer=Filling(ONE, second, 6), call=call, reading=reading)
-    assert SPOT not in town.server.state.members
-    town.says(READER, buffer=Holding(ONE, ROOT), call=call, closed=reading.ticket)
-    assert town.orders[READER].answer.finished
-    assert town.server.state.models[READER.model].lately == {}
 
 
 def test_a_chunk_that_came_is_counted_though_reads_had_failed_before_there_was_a_buffer_for_it() -> None:
@@ -114,26 +46,6 @@ def test_a_chunk_that_came_is_counted_though_reads_had_failed_before_there_was_a
         town.until(float(second))
         town.says(TRAINER, buffer=Holding(ONE, ROOT, published=True))
         town.says(READER, **said)
-
-
-def test_a_reader_waits_anew_only_for_a_source_that_has_got_something() -> None:
-    town = Town(report_s=1.0)
-    town.joins(TRAINER, buffer=Holding(ONE, ROOT, published=True))
-    town.joins(SPOT, reliable=False)
-    town.joins(READER)
-    call = CallReport(1, "replicate", 1)
-    town.says(SPOT, call=call)
-    call, reading = replace(call, resolved=ONE), Reading(town.orders[SPOT].grant.ticket, TRAINER, ONE)
-    town.says(SPOT, call=call, buffer=Filling(ONE, 2, 4), reading=reading)
-    assert begins_to_read(town).source == SPOT
-    waited = []
-    town.says(READER, call=call, buffer=Filling(ONE, 2, 4), reading=Reading(granted(town).ticket, SPOT, ONE))
-    for now, done in ((0.5, 2), (0.8, 3)):
-        town.until(now)
-        town.says(SPOT, call=call, buffer=Filling(ONE, done, 4), reading=reading)
-        (read,) = town.server.state.reads.of(READER)
-        waited.append(read.pace.waited_at)
-    assert waited == [0.0, 0.8]
 
 
 # --- what a worker has ------------------------------------------------------------------------------------------------
@@ -203,18 +115,3 @@ def test_of_what_the_last_holder_takes_along_only_that_is_said_which_nothing_new
     town.until(9.0)
     lost = [text.split(" is lost")[0] for text in town.server.state.said]
     assert lost == [f"version {number} of policy" for number in ((3,) if reader_has is None else (3, 2))]
-
-
-# --- what it has ------------------------------------------------------------------------------------------------------
-
-
-def test_what_a_worker_has_takes_no_room_of_what_else_it_has() -> None:
-    """The table is full, and nobody else has what it shows: each of them is the oldest that can go, in its turn."""
-    town = Town(most_versions=2)
-    town.joins(SPOT, buffer=Holding(Version(8), ROOT))
-    town.joins(worker("other"), buffer=Holding(Version(9), ROOT))
-    copy = HostCopy(1, TWO, Digest("of two"), whole=True)
-    town.joins(TRAINER, buffer=Holding(ONE, ROOT, published=True), copies=(copy,))
-    town.joins(READER)
-    reading = begins_to_read(town)
-    assert (reading.source, granted(town).root) == (TRAINER, ROOT)

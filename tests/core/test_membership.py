@@ -1,7 +1,5 @@
 """Who is alive, and when to look at whom."""
 
-from math import inf
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,12 +11,6 @@ from .kit import hello, worker
 
 def member(name: str, lease_end: float) -> Member:
     return Member(hello(worker(name)), name, Number(1), lease_end)
-
-
-def test_nobody_is_due_of_nobody() -> None:
-    members = Members()
-    assert members.next_time() == inf
-    assert members.due(1e9) == ([], [])
 
 
 def test_a_lease_that_is_renewed_does_not_end() -> None:

@@ -7,7 +7,6 @@ from tensorhub.protocol.messages import (
     Answer,
     Empty,
     Failure,
-    Filling,
     Hello,
     Holding,
     HostCopy,
@@ -46,12 +45,6 @@ def code(failure: Failure | None) -> str | None:
 
 
 # --- any call ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_call_that_is_no_mistake_may_begin() -> None:
-    for called in (publishes(1), Called("unpublish", "", 60.0), Called("update", "prefetched", 60.0)):
-        assert somebody().why_not_begin(called) is None
-    assert somebody().why_not_begin(Called("replicate", "latest-2", 60.0)) is None
 
 
 def test_a_worker_that_was_closed_takes_no_call() -> None:
@@ -116,11 +109,6 @@ def test_what_the_buffer_is_decides_whether_1_may_be_published(buffer: object, e
     assert code(somebody(buffer).why_not_begin(publishes(1))) == expected
 
 
-def test_the_buffer_is_no_matter_to_who_does_not_publish() -> None:
-    for buffer in (Poisoned(), Holding(ONE, ROOT), Filling(ONE)):
-        assert somebody(buffer).why_not_begin(Called("update", "latest", 60.0)) is None
-
-
 # --- update("prefetched") ---------------------------------------------------------------------------------------------
 
 
@@ -159,18 +147,6 @@ def test_other_calls_are_the_servers_business() -> None:
 )
 def test_only_a_whole_and_newer_copy_needs_the_server(copy: HostCopy, expected: int | None) -> None:
     assert holder(copy).update_at_once(rollout(), PREFETCHED) == expected
-
-
-def test_a_copy_that_goes_is_none() -> None:
-    it = holder(HostCopy(1, Version(3), ROOT, whole=True))
-    it.state.copies.leave(Version(3), next_report=1)
-    assert it.update_at_once(rollout(), PREFETCHED) == 2
-
-
-def test_a_copy_of_other_tensors_fills_nothing() -> None:
-    it = holder(HostCopy(1, Version(3), ROOT, whole=True))
-    it.state.copies.layout = Digest("of others")
-    assert it.update_at_once(rollout(), PREFETCHED) == 2
 
 
 def test_who_holds_nothing_asks_the_server() -> None:

@@ -21,9 +21,9 @@ from tensorhub.server import Server
 from tensorhub.server.members import Line
 from tensorhub.server.rules.calls import next_version
 from tensorhub.server.state import BLOCK, MAX_CEILING, Numbers
-from tensorhub.server.versions import Notary, publisher_in
+from tensorhub.server.versions import Notary
 
-from .kit import hello, worker
+from .kit import worker
 
 SETTINGS = Settings(lease_s=4.0, report_s=1.0)
 HIGHEST = 2**62
@@ -173,52 +173,6 @@ def test_who_has_the_receipt_is_believed_whoever_is_heard_first() -> None:
         assert hear(found, "real", number=2, buffer=right, receipts={7: receipt}, layout=Digest("l")).conflict == ""
         record = found.state.models["policy"].versions[Version(7)]  # type: ignore[index]
         assert [each.replica for each in record.holders[Line(1, Shard(0))]] == ["real"]
-
-
-@pytest.mark.parametrize("is_restarted", [False, True])
-@pytest.mark.parametrize("is_whole_published", [False, True])
-def test_who_says_two_things_of_one_version_contradicts_itself_only(
-    is_restarted: bool, is_whole_published: bool
-) -> None:
-    """One that it has published, or so it says, and the same in the other memory as if it had read that."""
-    found, honest, liar = server(fresh=not is_restarted), worker("b", 0), worker("a", 1)
-    receipt = Notary().content(honest.model, Version(7), honest.shard, Digest("x"), "b")
-    held = Holding(Version(7), Digest("r"), published=not is_whole_published)
-    copy = HostCopy(1, Version(7), Digest("r"), 1, 1, whole=True, published=is_whole_published)
-    for me, told in (
-        (honest, Report(number=1, buffer=Holding(Version(7), Digest("x"), published=True), receipts={7: receipt})),
-        (liar, Report(number=1, buffer=held, copies=(copy,))),
-        (liar, Report(number=2, buffer=held, copies=(copy,))),
-    ):
-        found.handle(hello(me, shards=2), sender=str(me), now=0.0)
-        found.handle(told, sender=str(me), now=0.0)
-        found.check_invariants()
-
-
-def test_of_two_that_have_a_receipt_each_the_first_is_believed() -> None:
-    """Two servers have signed them, neither of which had heard of the other's."""
-    found, notary, me = server(10, fresh=False), Notary(), worker("a")
-    for name, root in (("a", "first"), ("b", "second")):
-        receipt = notary.content(me.model, Version(7), me.shard, Digest(root))
-        held = Holding(Version(7), Digest(root), published=True)
-        orders = hear(found, name, buffer=held, receipts={7: receipt}, layout=Digest("l"))
-    assert orders.conflict == "second"
-    record = found.state.models["policy"].versions[Version(7)]  # type: ignore[index]
-    assert [each.replica for each in record.holders[Line(1, Shard(0))]] == ["a"]
-
-
-def test_a_receipt_names_who_has_published_and_nobody_else_can_say_so() -> None:
-    """A server that is started again knows by that who goes on, and does not wait for him to keep the version."""
-    former = server()
-    publish(former, "real", 7, "right")
-    held = Holding(Version(7), Digest("right"))
-    told = hear(former, "spot", buffer=held, layout=Digest("l")).receipts[7]
-    assert publisher_in(told) == "real"
-    for receipt, publishers in ((told, ["real"]), (told.replace("real", "other"), []), (told + "x", []), ("", [])):
-        found = server(10, fresh=False)
-        hear(found, "spot", buffer=held, receipts={7: receipt} if receipt else {}, layout=Digest("l"))
-        record = found.state.models["policy"].versions[Version(7)]  # type: ignore[index]
-        assert [*record.publishers] == publishers
 
 
 def test_a_receipt_is_for_one_content_of_one_shard() -> None:

@@ -31,23 +31,6 @@ def test_a_read_by_which_nothing_comes_stands_still() -> None:
     assert not after(1, 0.0).is_still(1.0, 2.0)
 
 
-def test_a_reader_that_says_nothing_itself_shows_nothing() -> None:
-    """Half of the patience at least must lie between the last that came and the last that was said."""
-    for said_at, is_still in ((0.9, False), (1.0, True)):
-        pace = Pace(moved_at=0.0, told_at=said_at)
-        assert pace.is_still(2.0, 2.0) is is_still
-
-
-def test_a_read_that_waited_for_its_buffer_has_all_its_time_from_when_that_was_free() -> None:
-    """Seed 2200467: what was free soon after one report was blamed for the time from that report on."""
-    pace = Pace()
-    pace.rest(0.0)
-    told(pace, at=1, arrived=0)
-    told(pace, at=2, arrived=0)
-    assert not pace.is_still(2.0, 2.0)
-    assert told(pace, at=3, arrived=0).is_still(3.0, 2.0)
-
-
 def test_a_slow_link_with_large_chunks_does_not() -> None:
     pace = after(3, 1.0 * MIB)
     assert pace.done == 0
@@ -60,24 +43,6 @@ def test_a_byte_now_and_then_is_nothing() -> None:
     for at in range(20):
         told(pace, at=at, arrived=at // 4, done=0)
     assert pace.is_still(19.0, 2.0)
-
-
-def test_so_are_words_that_say_that_nothing_comes() -> None:
-    """The header of a frame that says "waiting", every 1.25 s."""
-    assert after(20, 16 / 1.25).is_still(20.0, 2.0)
-
-
-def test_and_so_is_a_manifest_that_comes_byte_by_byte() -> None:
-    assert after(5, 100.0, chunk=0).is_still(5.0, 2.0)
-    assert not after(5, 8192.0, chunk=0).is_still(5.0, 2.0)
-
-
-def test_a_burst_every_four_and_a_half_seconds_is_standing_still_between_two() -> None:
-    pace, found = Pace(), []
-    for at in range(30):
-        told(pace, at=at, arrived=int(at / 4.52) * 3 * CHUNK)
-        found.append(pace.is_still(float(at), 2.0))
-    assert any(found[5:])
 
 
 def test_waiting_for_a_source_that_waits_itself_is_no_standing_still() -> None:

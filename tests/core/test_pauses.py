@@ -50,15 +50,6 @@ def test_whatever_comes_first_after_a_pause_finds_everybody_there(first: str) ->
     assert server.state.members.get(ONE) is None, "5 s before it and 5 s after it were a lease"
 
 
-def test_a_time_at_which_it_wanted_to_look_again_comes_later_too() -> None:
-    server = server_with("one")
-    server.state.members.wake(server.state.known(ONE), 2.5)
-    in_time(server, 2.0)
-    server.tick(now=52.5)  # called 50 s late
-    assert server.next_deadline() == pytest.approx(53.5)
-    assert server.state.clock.paused_s == 50.0
-
-
 def test_a_restarted_server_listens_for_a_lease_in_which_it_could_hear() -> None:
     server = server_with(fresh=False)
     in_time(server, 5.0)

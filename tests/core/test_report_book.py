@@ -51,12 +51,6 @@ def test_silence_does_not_fill_the_memory() -> None:
     assert book.statistics()["unacknowledged"] == MAX_UNACKNOWLEDGED
 
 
-def test_an_acknowledgement_of_what_was_never_sent_counts_for_nothing() -> None:
-    book = ReportBook()
-    book.sent(report(0), now=0.0)
-    assert book.acknowledge(99) is None
-
-
 def opened(*, is_opened: bool = False) -> Reading:
     return Reading(Ticket(7), worker_id("policy", "trainer", 0), Version(2), is_opened=is_opened)
 
@@ -77,14 +71,6 @@ def test_what_leads_to_further_news_waits_for_that_and_not_for_long() -> None:
     vacated = report(0, buffer=Vacated(Version(1), Digest("r")), call=resolved.call, reading=opened())
     assert not book.is_due(vacated, now=0.3)
     assert book.is_due(report(0, buffer=Filling(Version(2)), call=resolved.call, reading=opened()), now=0.31)
-
-
-def test_what_waits_and_is_over_is_forgotten() -> None:
-    book, held = ReportBook(), Holding(Version(1), Digest("r"))
-    book.sent(report(0, buffer=held), now=0.0)
-    assert not book.is_due(report(0, buffer=held, reading=opened()), now=0.2)
-    assert not book.is_due(report(0, buffer=held), now=0.21)
-    assert book.next_at == 1.0
 
 
 def test_a_buffer_that_is_vacated_for_its_caller_is_told_at_once() -> None:

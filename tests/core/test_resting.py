@@ -1,9 +1,7 @@
 """What a publisher is told to copy while its version rests, of which the transcripts show one case each."""
 
-import pytest
-
-from tensorhub.protocol.messages import Failure, Holding, HostCopy, Spec
-from tensorhub.protocol.names import Digest, Version
+from tensorhub.protocol.messages import Holding, HostCopy
+from tensorhub.protocol.names import Version
 from tensorhub.server.rules import retention
 
 from .kit import worker
@@ -38,22 +36,8 @@ def test_the_only_reliable_holder_is_told_to_copy() -> None:
     assert ordered(lone()) == ONE
 
 
-def test_a_holder_on_whom_nobody_relies_copies_nothing() -> None:
-    assert ordered(lone(reliable=False)) is None
-
-
 def test_where_there_is_no_room_nothing_is_ordered() -> None:
     assert ordered(lone(copies_left=0)) is None
-
-
-def test_what_the_caller_wants_fetched_ahead_has_its_room() -> None:
-    wish: Spec = "latest"
-    assert ordered(lone(prefetch=wish)) is None
-    assert ordered(lone(prefetch=wish, copies_left=2)) == ONE
-
-
-def test_what_could_not_be_copied_is_not_ordered_again() -> None:
-    assert ordered(lone(copy_error=Failure("host-memory-full", "no room"))) is None
 
 
 def test_a_reliable_worker_that_comes_takes_the_order_back_and_one_that_goes_brings_it() -> None:
@@ -75,36 +59,6 @@ def test_beside_reliable_workers_a_version_rests_for_a_while_first() -> None:
     assert ordered(town) == ONE, "nobody reported anything: the server looks by itself"
 
 
-def test_beside_reliable_workers_there_is_room_for_two() -> None:
-    """The publisher may have to be their heir."""
-    town = lone()
-    town.joins(HEIR)
-    town.says(TRAINER, **HELD, copies_left=1)
-    town.until(2 * retention.REST_S)
-    assert ordered(town) is None
-    town.says(TRAINER, **HELD, copies_left=2)
-    assert ordered(town) == ONE
-
-
-def test_who_has_the_version_in_time_makes_the_copy_needless() -> None:
-    town = lone(copies_left=2)
-    town.joins(HEIR)
-    town.says(HEIR, buffer=Holding(ONE, ROOT))
-    town.says(TRAINER, **HELD, copies_left=2)
-    town.until(2 * retention.REST_S)
-    assert ordered(town) is None
-
-
-def test_each_version_rests_anew() -> None:
-    town = lone(copies_left=2)
-    town.joins(HEIR)
-    town.until(2 * retention.REST_S)
-    town.says(TRAINER, buffer=Holding(Version(2), Digest("s"), published=True), copies_left=2)
-    assert ordered(town) is None
-    town.until(3 * retention.REST_S)
-    assert ordered(town) == Version(2)
-
-
 def test_the_copy_stays_until_another_reliable_worker_has_the_version() -> None:
     town = lone(copies=(COPY,))
     town.joins(HEIR)
@@ -112,28 +66,3 @@ def test_the_copy_stays_until_another_reliable_worker_has_the_version() -> None:
     town.says(HEIR, buffer=Holding(ONE, ROOT))
     assert not kept(town)
     assert town.orders[TRAINER].release == (1,)
-
-
-def test_without_more_room_the_copy_gives_way_to_what_a_reliable_worker_may_leave() -> None:
-    town = lone(copies=(COPY,), copies_left=0)
-    assert kept(town)
-    town.joins(HEIR)
-    assert not kept(town)
-
-
-@pytest.mark.parametrize("wish", [None, "latest"])
-def test_without_more_room_the_copy_gives_way_to_what_the_caller_wants_fetched_ahead_since(wish: Spec | None) -> None:
-    """The version is pinned, and its publisher holds it: the copy was made ahead of need."""
-    town = lone(copies=(COPY,), copies_left=0, pins=(ONE,))
-    town.says(SPOT, buffer=Holding(Version(2), Digest("s")))
-    town.says(TRAINER, **HELD, copies=(COPY,), copies_left=0, pins=(ONE,), prefetch=wish)
-    assert town.orders[TRAINER].release == (() if wish is None else (1,))
-
-
-def test_what_need_not_be_kept_is_not_copied() -> None:
-    town = lone()
-    other = worker("other")
-    town.joins(other, reliable=False)
-    town.says(other, buffer=Holding(Version(2), Digest("s"), published=True))
-    town.says(TRAINER, **HELD, copies_left=1)
-    assert ordered(town) is None

@@ -15,7 +15,6 @@ from tensorhub.protocol.messages import (
     Part,
     Reading,
     Report,
-    Roster,
     TicketFailure,
 )
 from tensorhub.protocol.names import Digest, Number, Ticket, Version, WorkerId
@@ -69,13 +68,6 @@ def test_whatever_a_worker_says_anew_is_more_than_that_it_lives(field: str) -> N
         assert sessions.is_same(replace(said, number=3), said)
 
 
-def test_what_changes_with_every_report_is_no_news() -> None:
-    said = Report(
-        2, Number(0), Number(5), closed=Ticket(3), received_bytes={"a": 7}, ceiling=Number(9), ceiling_receipt="receipt"
-    )
-    assert sessions.is_same(replace(said, roster=Roster(Number(4), 1, "digest", "receipt")), Report(1))
-
-
 def test_every_field_of_a_report_is_one_or_the_other() -> None:
     assert sorted([*WITH_EVERY_REPORT, *NEWS]) == sorted(Report.__struct_fields__)
 
@@ -86,41 +78,6 @@ def test_whatever_is_said_beside_it_is_more_than_that_a_fill_goes_on(field: str)
     goes_on = Report(2, buffer=Filling(ONE, 4, 9))
     assert sessions.is_progress(goes_on, before)
     assert not sessions.is_progress(replace(goes_on, **{field: NEWS[field]}), before)
-
-
-def test_a_fill_with_another_version_or_from_its_beginning_is_no_progress() -> None:
-    before = Report(1, buffer=Filling(ONE, 3, 9))
-    for buffer in (Filling(Version(2), 4, 9), Filling(ONE, 2, 9), Holding(ONE, ROOT)):
-        assert not sessions.is_progress(Report(2, buffer=buffer), before)
-    assert not sessions.is_progress(Report(2, buffer=Filling(ONE, 4, 9), closed=Ticket(1)), before)
-
-
-# --- how they are answered --------------------------------------------------------------------------------------------
-
-
-def test_who_has_heard_the_end_of_its_call_is_told_nothing_more_of_it() -> None:
-    town = Town()
-    town.joins(TRAINER, buffer=Holding(ONE, ROOT, published=True), receipts=town.receipts(TRAINER, ONE, ROOT))
-    town.joins(READER)
-    call = CallReport(1, "replicate", 1)
-    town.says(READER, call=call)
-    grant = town.orders[READER].grant
-    assert grant is not None
-    reading, call = Reading(grant.ticket, TRAINER, ONE), replace(call, resolved=ONE)
-    for done in range(3):
-        town.says(READER, buffer=Filling(ONE, done, 3), call=call, reading=reading)
-        assert town.orders[READER].grant == grant
-    town.says(READER, buffer=Holding(ONE, ROOT), call=call, closed=grant.ticket)
-    told = town.orders[READER]
-    assert told.answer is not None
-    assert told.answer.finished
-    assert told.receipts
-    said = {"buffer": Holding(ONE, ROOT), "closed": grant.ticket, "ended": 1, "finished": 1, "receipts": told.receipts}
-    town.says(READER, **said)
-    told = town.orders[READER]
-    assert (told.position, told.answer, told.grant, told.receipts) == (1, None, None, {})
-    town.says(READER, **said, closing=True)
-    assert town.server.state.models[READER.model].closing, "what is more than that is taken in"
 
 
 # --- who is decided for -----------------------------------------------------------------------------------------------

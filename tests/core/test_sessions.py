@@ -5,34 +5,13 @@ from msgspec.structs import replace
 
 from tensorhub.protocol.manifest import Layout
 from tensorhub.protocol.messages import CallReport, Holding, LayoutInfo, Refusal, Withdrawing
-from tensorhub.protocol.names import Digest, Shard, Version
-from tensorhub.server.members import Line
+from tensorhub.protocol.names import Digest, Version
 
 from .kit import LAYOUT, report, worker
 from .town import Town
 
 ONE, ROOT = Version(1), Digest("r")
 TRAINER, READER, OTHER, THIRD = (worker(name) for name in ("trainer", "a", "b", "c"))
-
-
-@pytest.mark.parametrize("site", ["", "far"])
-def test_when_the_one_who_copies_ahead_dies_another_does(site: str) -> None:
-    town = Town(lease_s=4.0, report_s=1.0)
-    holding = {"buffer": Holding(ONE, ROOT), "copies_left": 1}
-    town.joins(TRAINER, buffer=Holding(ONE, ROOT, published=True), site=site)
-    for who in (READER, OTHER, THIRD):
-        town.joins(who, **holding)
-    record = town.server.state.models[TRAINER.model].look_up(ONE)
-    first = record.keepers[Line(1, Shard(0))].chosen
-    assert first in (READER, OTHER, THIRD)
-    rest = [who for who in (READER, OTHER, THIRD) if who != first]
-    for second in range(1, 6):
-        town.until(float(second))
-        town.says(TRAINER, buffer=Holding(ONE, ROOT, published=True))
-        for who in rest:
-            town.says(who, **holding)
-    assert first not in town.server.state.members
-    assert record.keepers[Line(1, Shard(0))].chosen in rest
 
 
 def test_what_is_late_on_a_former_line_begins_no_session() -> None:
@@ -97,20 +76,6 @@ def test_a_wish_counts_as_far_as_the_server_allows_and_not_of_a_spot_worker(
     town.joins(OTHER, retain=wish, reliable=is_reliable)
     assert town.server.state.models[TRAINER.model].retain == retain
     assert [f"asks to keep {wish} versions" in line for line in town.server.state.said] == [True] * (wish > 3)
-
-
-def test_who_comes_back_after_all_were_cut_off_keeps_what_was_asked_for() -> None:
-    """Whoever asked may come a moment later."""
-    town = Town(lease_s=4.0)
-    town.joins(TRAINER, retain=3)
-    town.joins(READER)
-    town.until(6.0)
-    assert not town.server.state.members
-    town.loses_its_line(READER)
-    town.says_hello_again(READER)
-    town.says(READER)
-    assert town.server.state.members
-    assert town.server.state.models[TRAINER.model].retain == 3
 
 
 def test_who_has_no_room_hears_that_it_wanted_that_much_kept() -> None:
