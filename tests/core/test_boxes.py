@@ -3,7 +3,6 @@
 from itertools import pairwise
 
 import pytest
-import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -18,12 +17,11 @@ from tensorhub.protocol.layout import (
     boxes_of,
     boxes_of_placements,
     checked,
-    part_text,
     refuse_difference,
     runs_of_placements,
     whole,
 )
-from tensorhub.protocol.manifest import Layout, TensorSpec, TileManifest, decode_tile_manifest, item_bytes
+from tensorhub.protocol.manifest import Layout, TensorSpec, TileManifest, decode_tile_manifest
 
 QKV = TensorSpec("qkv", "bfloat16", (12, 4), (4, 1), 0, 96)
 TWO = Layout((QKV, TensorSpec("norm", "float32", (4,), (1,), 96, 16)), 112)
@@ -102,20 +100,6 @@ def test_two_sides_mean_the_same_tensor() -> None:
         assert caught.value.hint is None
     with pytest.raises(LayoutMismatch, match="'embed' has dtype bfloat16 here and float32 there"):
         refuse_difference(mine, GlobalTensor("embed", "float32", (1000, 4)), here="here", there="there")
-
-
-def test_bytes_of_every_dtype_of_torch() -> None:
-    for dtype in {value for value in vars(torch).values() if isinstance(value, torch.dtype)}:
-        name = str(dtype).removeprefix("torch.")
-        if not name.startswith("q"):
-            assert item_bytes(name) == dtype.itemsize, name
-    for name in ("", "string", "object", "int0", "int512", "float"):
-        with pytest.raises(UsageError, match="not one that workers can exchange"):
-            item_bytes(name)
-
-
-def test_parts_are_written_as_one_indexes() -> None:
-    assert part_text((3, 0), (4, 5)) == "[3:7, 0:5]"
 
 
 def test_placements_that_cannot_be() -> None:

@@ -140,12 +140,6 @@ def test_who_comes_late_joins_the_call_that_its_siblings_are_in_if_that_is_the_s
     assert instead(group, ONE, called(1)) == 5
 
 
-def test_who_comes_late_with_another_call_has_been_left_behind() -> None:
-    group = given_up()
-    group.arrive(ZERO, called(2, "replicate"), now=0.0)
-    assert instead(group, ONE, called(1)) == 0
-
-
 def test_where_ends_may_be_unknown_nobody_is_numbered_anew() -> None:
     group = given_up()
     assert group.answer(ONE, called(1), is_whole=False) is None
@@ -179,16 +173,6 @@ def test_who_waited_for_one_that_was_past_it_has_come_late() -> None:
     group.arrive(ONE, called(1), now=0.0)
     group.arrive(ZERO, called(4), now=0.0)
     assert heard(group, ONE, called(1)).instead == 4
-
-
-def test_a_new_life_has_not_arrived_where_the_life_before_it_had() -> None:
-    for is_in_call, expected in ((False, 2), (True, 0)):
-        group = replica()
-        group.arrive(ZERO, called(1), now=0.0)
-        group.arrive(ONE, called(1), now=0.0)
-        group.lose(ONE, "died")
-        group.join(ONE, worker("rollout", 1), is_in_call=is_in_call)
-        assert instead(group, ONE, called(1)) == expected
 
 
 # --- how it ends ------------------------------------------------------------------------------------------------------
@@ -226,16 +210,6 @@ def test_a_death_before_it_arrived_fails_it_too_and_its_next_life_comes_to_the_n
     group.note_ended(ZERO, 1, 0)
     group.arrive(ONE, called(2), now=0.0)
     assert heard(group, ONE, called(2)).error is None
-
-
-def test_what_is_over_does_not_change() -> None:
-    group = replica()
-    group.arrive(ZERO, called(1), now=0.0)
-    assert group.call is not None
-    group.call.finish()
-    group.lose(ZERO, "died")
-    group.note_ended(ONE, 1, 0)
-    assert group.call.error is None
 
 
 def test_what_was_resolved_before_a_restart_is_believed() -> None:

@@ -277,16 +277,6 @@ def test_it_never_raises_and_never_contradicts_itself(fresh: bool, history: list
     assert audience.server.state.reads.all() == []
 
 
-@settings(max_examples=50)
-@given(st.lists(step("follow", calls), min_size=10, max_size=60))
-def test_workers_that_do_as_they_are_told_get_somewhere(history: list) -> None:
-    audience = Audience(fresh=True)
-    for who in WORKERS:
-        audience.do(("hello", who, "1", None))
-    for what, who, _, value in history:
-        audience.do((what, who, "1", value))
-
-
 def a_listener(audience: Audience, who: WorkerId) -> Listener:
     return audience.listeners[f"{who}#1"]
 

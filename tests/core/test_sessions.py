@@ -1,14 +1,24 @@
-"""What is left when a session ends, and what may begin one."""
+"""How a session begins, lasts and ends, and what time a server counts."""
+
+from math import inf
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tensorhub.protocol.manifest import Layout
 from tensorhub.protocol.messages import CallReport, Holding, LayoutInfo, Refusal, Withdrawing
-from tensorhub.protocol.names import Digest, Version
+from tensorhub.protocol.names import Digest, Number, Version
+from tensorhub.protocol.settings import REPORTS_PER_LEASE, Settings
+from tensorhub.server import Server, state
+from tensorhub.server.members import Member, Members
+from tensorhub.server.state import LATE
 
-from .kit import LAYOUT, report, worker
+from .kit import LAYOUT, hello, report, worker
 from .town import Town
+
+# --- what is left when a session ends, and what may begin one ---
 
 ONE, ROOT = Version(1), Digest("r")
 TRAINER, READER, OTHER, THIRD = (worker(name) for name in ("trainer", "a", "b", "c"))
@@ -89,3 +99,249 @@ def test_who_has_no_room_hears_that_it_wanted_that_much_kept() -> None:
     assert answer.error is not None
     assert answer.error.code == "host-memory-full"
     assert "it was opened with retain=2" in answer.error.message
+
+
+# --- who is alive, and when to look at whom ---
+
+
+def member(name: str, lease_end: float) -> Member:
+    return Member(hello(worker(name)), name, Number(1), lease_end)
+
+
+def test_a_lease_that_is_renewed_does_not_end() -> None:
+    members, one = Members(), member("a", 10.0)
+    members.add(one)
+    one.lease_end = 15.0
+    assert members.due(10.0) == ([], [])
+    assert members.next_time() == 15.0
+    assert members.due(15.0) == ([one], [])
+
+
+def test_a_member_can_be_looked_at_before_its_lease_ends() -> None:
+    members, one = Members(), member("a", 10.0)
+    members.add(one)
+    members.wake(one, 3.0)
+    members.wake(one, 7.0)  # later than what is asked for already
+    assert members.next_time() == 3.0
+    assert members.due(3.0) == ([], [one])
+    assert members.due(9.9) == ([], [])
+    assert members.due(10.0) == ([one], [])
+
+
+def test_a_former_session_is_forgotten() -> None:
+    members, old, new = Members(), member("a", 10.0), member("a", 30.0)
+    members.add(old)
+    del members[old.worker]
+    members.add(new)
+    assert members.due(20.0) == ([], [])
+    assert members.due(30.0) == ([new], [])
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0.0, 5.0), st.booleans()), max_size=40))
+def test_nobody_is_missed_and_the_queue_does_not_grow(history: list[tuple[str, float, bool]]) -> None:
+    members, now, alive = Members(), 0.0, {}
+    for name, step_s, renews in history:
+        now += step_s
+        ended, _ = members.due(now)
+        for one in ended:
+            del members[one.worker]
+            del alive[one.worker.replica]
+        assert all(one.lease_end > now for one in alive.values())
+        if name not in alive:
+            alive[name] = member(name, now + 3.0)
+            members.add(alive[name])
+        elif renews:
+            alive[name].lease_end = now + 3.0
+        else:
+            members.wake(alive[name], now + 1.0)
+        assert members.next_time() <= min(one.lease_end for one in alive.values())
+        assert len(members._times) <= 3 * len(alive) + 3
+
+
+# --- leases count from when a report came, and how often one is wanted depends on how many there are ---
+
+SETTINGS = Settings(lease_s=10.0, report_s=1.0)
+FIRST, OTHER_ONE = worker("one"), worker("other")
+
+
+def server_of(*workers, settings: Settings = SETTINGS) -> Server:
+    found = Server(settings, 0.0, 1, fresh=True)
+    for who in workers:
+        found.handle(hello(who), sender=str(who), now=0.0)
+        found.handle(report(1), sender=str(who), now=0.0)
+    return found
+
+
+def test_a_lease_counts_from_when_the_report_came() -> None:
+    """It took the place of one that had waited since 1.0; the server is as far as that."""
+    server = server_of(FIRST, OTHER_ONE)
+    server.handle(report(2), sender=str(FIRST), now=1.0, arrived=7.0)
+    server.handle(report(2), sender=str(OTHER_ONE), now=1.0)
+    at = 1.0
+    while at < 11.5:
+        at += 0.5
+        server.tick(now=at)
+    assert [member.worker for member in server.state.members.all()] == [FIRST]
+    while at < 16.9:
+        at += 0.1
+        server.tick(now=at)
+    assert len(server.state.members) == 1
+    server.tick(now=17.1)
+    assert len(server.state.members) == 0
+
+
+def test_an_arrival_before_the_server_s_time_shortens_nothing() -> None:
+    server = server_of(FIRST)
+    server.handle(report(2), sender=str(FIRST), now=1.0, arrived=0.5)
+    assert server.state.members.get(FIRST).lease_end == 11.0
+
+
+@pytest.mark.parametrize(
+    ("workers", "report_s"), [(0, 1.0), (4_000, 1.0), (4_001, 1.25), (6_000, 1.5), (8_192, 2.0), (20_000, 2.0)]
+)
+def test_many_workers_report_more_seldom(workers: int, report_s: float) -> None:
+    assert SETTINGS.report_s_of(workers) == report_s
+
+
+@pytest.mark.parametrize("lease_s", [0.5, 2.0, 10.0, 60.0])
+@pytest.mark.parametrize("report_s", [0.05, 0.2, 1.0])
+def test_a_lease_stays_several_reports_long_unless_it_was_chosen_shorter(lease_s: float, report_s: float) -> None:
+    settings = Settings(lease_s=lease_s, report_s=report_s)
+    for workers in (1, 100, 10_000, 1_000_000):
+        told_s = settings.report_s_of(workers)
+        assert report_s <= told_s <= max(report_s, lease_s / REPORTS_PER_LEASE)
+
+
+def test_who_was_told_to_report_seldom_is_silent_later() -> None:
+    """And no change of it is a reason to send everybody new orders."""
+    few = Settings(lease_s=10.0, report_s=1.0, most_reports_per_s=1)
+    server = Server(few, 0.0, 1, fresh=True)
+    told = {}
+    for number in range(3):
+        who = worker(f"r{number}")
+        server.handle(hello(who), sender=str(who), now=0.0)
+        for sender, orders in server.handle(report(1), sender=str(who), now=0.0):
+            told.setdefault(sender, orders.report_s)  # one of them is asked to be a witness of the next
+    assert list(told.values()) == [1.0, 2.0, 2.0]
+    assert server.status(now=0.0).report_s == 2.0, "as who watches is to know"
+    member = server.state.members.get(worker("r1"))
+    server.tick(now=1.0)
+    server.tick(now=2.0)
+    server.tick(now=3.0)
+    for now, is_silent in ((3.9, False), (4.1, True), (inf, True)):
+        server.state.now = now
+        assert state.is_silent(server.state, member) == is_silent
+
+
+# --- a server that was called late has slept, and nobody's time has passed meanwhile ---
+
+
+def server_with(*names: str, fresh: bool = True) -> Server:
+    """A server that was told by each of these workers that it is there, at 0."""
+    server = Server(SETTINGS, 0.0, 1, fresh=fresh)
+    for name in names:
+        server.handle(hello(worker(name)), sender=name, now=0.0)
+        server.handle(report(1), sender=name, now=0.0)
+    return server
+
+
+def in_time(server: Server, until: float) -> None:
+    """Time goes on, and the server is called whenever it wants to be."""
+    while (at := server.next_deadline()) <= until:
+        server.tick(now=at)
+
+
+@pytest.mark.parametrize("first", ["report of the other", "disconnected", "status", "tick"])
+def test_whatever_comes_first_after_a_pause_finds_everybody_there(first: str) -> None:
+    server = server_with("one", "other")
+    in_time(server, 5.0)
+    match first:
+        case "report of the other":
+            server.handle(report(2), sender="other", now=500.0)
+        case "disconnected":
+            server.disconnected("other", now=500.0)
+        case "status":
+            assert server.status(now=500.0).models[0].replicas[0].workers[0].lease_left_s == pytest.approx(4.0)
+        case "tick":
+            server.tick(now=500.0)
+    server.tick(now=500.0)
+    assert len(server.state.members) == 2
+    in_time(server, 503.9)
+    assert server.state.members.get(FIRST) is not None
+    in_time(server, 504.1)
+    assert server.state.members.get(FIRST) is None, "5 s before it and 5 s after it were a lease"
+
+
+def test_a_restarted_server_listens_for_a_lease_in_which_it_could_hear() -> None:
+    server = server_with(fresh=False)
+    in_time(server, 5.0)
+    server.tick(now=100.0)
+    assert server.is_recovering
+    in_time(server, 103.9)
+    assert server.is_recovering
+    in_time(server, 104.1)
+    assert not server.is_recovering
+
+
+def test_nobody_waits_for_a_server_without_workers() -> None:
+    server = server_with()
+    assert server.next_deadline() == float("inf")
+    server.handle(hello(FIRST), sender="one", now=1e6)
+    server.handle(report(1), sender="one", now=1e6)
+    assert server.state.clock.paused_s == 0.0
+    assert server.next_deadline() == 1e6 + SETTINGS.report_s
+
+
+def test_a_timer_that_comes_a_little_late_is_no_pause() -> None:
+    server = server_with("one")
+    for _ in range(9):
+        server.tick(now=server.next_deadline() + 0.1)
+    assert server.state.clock.paused_s == 0.0
+    server.tick(now=server.next_deadline() + 0.1)
+    assert len(server.state.members) == 0
+
+
+@given(st.lists(st.floats(0.0, 1e4), min_size=10, max_size=10))
+def test_the_dead_are_gone_after_a_lease_of_calls_however_late_each_of_them_is(late: list[float]) -> None:
+    server = server_with("one")
+    for late_s in late:
+        server.tick(now=server.next_deadline() + late_s)
+    assert len(server.state.members) == 0
+
+
+@given(st.lists(st.floats(0.0, 1e4), max_size=30))
+def test_who_is_heard_once_between_two_pauses_lives(late: list[float]) -> None:
+    server = server_with("one")
+    for number, late_s in enumerate(late, start=2):
+        server.tick(now=server.next_deadline() + late_s)
+        server.handle(report(number), sender="one", now=server.state.now + server.state.clock.paused_s + LATE)
+    assert len(server.state.members) == 1
+    assert server.state.counters["sessions"] == 1
+
+
+# --- the tables -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mutes", [1, 3])
+def test_those_who_report_and_never_show_the_roster_keep_nobody_waiting_for_long(mutes: int) -> None:
+    """The first one is believed, for nobody was there before it; the others of them by mistake, one after the other."""
+    town, other = Town(lease_s=4.0, report_s=1.0), worker("other")
+    mute = [worker(f"mute-{number}") for number in range(mutes)]
+    town.joins(mute[0], roster=None)
+    roll = town.server.state.models[TRAINER.model].roll
+    for who in mute[1:]:
+        town.joins(who, roster=None)
+        roll.witness(roll.unwitnessed[who])
+    town.joins(TRAINER)
+    town.joins(other)
+    assert list(roll.unwitnessed) == [TRAINER, other]
+    waited_s = 0
+    while roll.unwitnessed:
+        waited_s += 1
+        assert waited_s <= 4 + 3 * mutes, "a lease, and three reports for each who is asked in turn"
+        town.until(float(waited_s))
+        for who in mute:
+            town.says(who, roster=None)
+        for who in (TRAINER, other):
+            town.says(who)
+    assert waited_s >= 4, "nobody is believed at once where others could know it"

@@ -1,4 +1,4 @@
-"""How a worker's call goes on and ends: what ends with it, what goes on, and what is called again."""
+"""Which calls a worker makes, how it makes them, and what it refuses at once."""
 
 import pytest
 from msgspec.structs import replace
@@ -8,20 +8,24 @@ from tensorhub.protocol.messages import (
     Empty,
     Failure,
     Filling,
+    Hello,
     Holding,
+    HostCopy,
     LayoutInfo,
     Poisoned,
     Refusal,
-    Report,
     Vacated,
     Withdrawing,
 )
 from tensorhub.protocol.names import Digest, Number, Ticket, Version
 from tensorhub.worker import events
-from tensorhub.worker.events import AcrossOpened, OpenAcross, StartAcross
+from tensorhub.worker.events import AcrossOpened, Called, OpenAcross, StartAcross
+from tensorhub.worker.machine import Worker
 from tensorhub.worker.state import Call
 
-from .kit import LAYOUT, Conversation, grant, orders
+from .kit import LAYOUT, Conversation, grant, hello, orders, worker
+
+# --- how a worker's call goes on and ends: what ends with it, what goes on, and what is called again ---
 
 ONE = Version(1)
 ROOT = Digest("r")
@@ -113,16 +117,6 @@ def test_what_is_read_across_into_host_memory_becomes_a_copy_though_the_buffer_i
     assert copy.root == ROOT
 
 
-def test_the_highest_ceiling_is_carried() -> None:
-    it = Conversation.begun()
-    for number, ceiling, carried in ((2, 100, 100), (3, 90, 100), (4, 110, 110)):
-        it.tell(events.Received(orders(number, ceiling=ceiling, ceiling_receipt=f"of {ceiling}")))
-        it.tell(events.Called("update", "latest", 60.0), events.Cancelled())
-        told = [effect.message for effect in it.wanted if isinstance(effect, events.Send)][-1]
-        assert isinstance(told, Report)
-        assert (told.ceiling, told.ceiling_receipt) == (carried, f"of {carried}")
-
-
 def fetching_ahead_and_filling() -> Conversation:
     """It reads version 2 into host memory while a call waits for a source to fill the buffer with 1."""
     it = Conversation.begun(max_copies=2)
@@ -197,3 +191,156 @@ def test_what_it_could_not_call_counts_after_all_that_it_knows_to_be_over() -> N
         it.worker.state.position = position
         it.tell(events.Called("unpublish", "", 0.0, missed=missed))
         assert (it.worker.call, it.worker.state.ended) == (None, ended)
+
+
+# --- what a caller may not do, said before anything is changed; and what an update to "prefetched" comes to at once ---
+
+
+def somebody(buffer: object = None) -> Worker:
+    """A worker with registered tensors."""
+    found = Worker(worker("rollout"))
+    found.handle(events.Registered(LayoutInfo.of(LAYOUT), LAYOUT.digest(), 16, 1), now=0.0)
+    if buffer is not None:
+        found.state.memory.buffer = buffer  # type: ignore[assignment]
+    return found
+
+
+def publishes(version: int | str, root: Digest = ROOT) -> Called:
+    return Called("publish", version, 60.0, root)
+
+
+def code(failure: Failure | None) -> str | None:
+    return failure.code if failure is not None else None
+
+
+# --- any call ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_was_closed_takes_no_call() -> None:
+    it = somebody()
+    it.handle(events.Closing(60.0), now=0.0)
+    assert code(it.why_not_begin(publishes(1))) == "closed"
+
+
+def test_one_call_at_a_time() -> None:
+    it = somebody()
+    it.handle(Called("update", "latest", 60.0), now=0.0)
+    assert code(it.why_not_begin(Called("update", "latest", 60.0))) == "usage"
+
+
+@pytest.mark.parametrize(("retry_s", "expected"), [(0.0, "refused"), (1.0, None)])
+def test_who_was_refused_for_good_calls_in_vain(retry_s: float, expected: str | None) -> None:
+    it = somebody()
+    it.handle(events.Received(Refusal("refused", "no", retry_s=retry_s)), now=0.0)
+    assert code(it.why_not_begin(publishes(1))) == expected
+
+
+def test_tensors_come_first() -> None:
+    assert code(Worker(worker("rollout")).why_not_begin(publishes(1))) == "usage"
+
+
+@pytest.mark.parametrize(
+    "called",
+    [
+        Called("destroy", "", 60.0),
+        Called("update", "newest", 60.0),
+        Called("replicate", "prefetched", 60.0),
+        Called("replicate", -1, 60.0),
+        publishes("latest"),
+        publishes("1"),
+        publishes(-1),
+    ],
+    ids=str,
+)
+def test_what_names_nothing_is_a_mistake(called: Called) -> None:
+    assert code(somebody().why_not_begin(called)) == "usage"
+
+
+# --- publish ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("buffer", "expected"),
+    [
+        (Empty(), None),
+        (Holding(ONE, ROOT, published=True), None),  # again, with the same content
+        (Holding(ONE, Digest("other"), published=True), "version-conflict"),
+        (Holding(Version(2), ROOT), "not-drained"),
+        (Holding(Version(0), Digest("other")), "not-drained"),
+        (Withdrawing(ONE, ROOT), "not-drained"),
+        (Vacated(ONE, ROOT), "not-drained"),
+        (Poisoned(), "usage"),
+        (Poisoned(ONE), "usage"),
+    ],
+    ids=repr,
+)
+def test_what_the_buffer_is_decides_whether_1_may_be_published(buffer: object, expected: str | None) -> None:
+    assert code(somebody(buffer).why_not_begin(publishes(1))) == expected
+
+
+# --- update("prefetched") ---------------------------------------------------------------------------------------------
+
+
+PREFETCHED = Called("update", "prefetched", 60.0)
+
+
+def holder(*copies: HostCopy, wishes: bool = True) -> Worker:
+    it = somebody(Holding(Version(2), ROOT))
+    mine = it.state.copies
+    mine.by_version = {copy.version: replace(copy, layout=mine.layout) for copy in copies}
+    mine.prefetch = "latest" if wishes else None
+    return it
+
+
+def rollout(**more: object) -> Hello:
+    return hello(worker("rollout"), **more)  # type: ignore[arg-type]
+
+
+def test_where_nothing_newer_is_here_what_is_held_is_kept_at_once() -> None:
+    assert holder().update_at_once(rollout(), PREFETCHED) == 2
+
+
+@pytest.mark.parametrize(
+    ("copy", "expected"),
+    [
+        (HostCopy(1, Version(3), ROOT, whole=True), None),  # newer, and whole: the server resolves it
+        (HostCopy(1, Version(3), ROOT, done=1, chunks=2), 2),
+        (HostCopy(1, Version(2), ROOT, whole=True), 2),
+        (HostCopy(1, Version(1), ROOT, whole=True), 2),
+    ],
+)
+def test_only_a_whole_and_newer_copy_needs_the_server(copy: HostCopy, expected: int | None) -> None:
+    assert holder(copy).update_at_once(rollout(), PREFETCHED) == expected
+
+
+def test_who_fetches_nothing_ahead_would_wait_for_ever() -> None:
+    it = holder(wishes=False)
+    failure = it.update_at_once(rollout(), PREFETCHED)
+    assert isinstance(failure, Failure)
+    assert failure.code == "usage"
+    always = Hello(**{**{name: getattr(rollout(), name) for name in Hello.__struct_fields__}, "prefetch": "always"})
+    assert it.update_at_once(always, PREFETCHED) == 2
+
+
+# --- how long a call is patient ---------------------------------------------------------------------------------------
+
+
+def test_readers_have_half_of_the_time() -> None:
+    it = somebody(Holding(ONE, ROOT, published=True))
+    it.handle(Called("unpublish", "", 30.0), now=10.0)
+    assert it.call is not None
+    assert it.call.impatient_at == 20.0
+
+
+def test_what_a_call_is_resolved_to_is_news_once() -> None:
+    it = somebody()
+    it.handle(Called("update", "latest", 60.0), now=0.0)
+    call = it.call
+    assert call is not None
+    call.number = 4
+    assert not call.take(None)
+    assert not call.take(Answer(3, ONE))  # of another call
+    assert not call.take(Answer(4))
+    assert call.take(Answer(4, ONE))
+    assert not call.take(Answer(4, Version(2)))
+    assert call.resolved == ONE

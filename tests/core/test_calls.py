@@ -1,13 +1,17 @@
-"""How many replicas hold a version: whom `wait_held` counts, and whom it says to be missing."""
+"""What a call means, what it waits for, and how many replicas hold a version."""
 
 import pytest
 
-from tensorhub.protocol.messages import CallReport, Empty, Filling, Holding, Poisoned, Vacated
-from tensorhub.protocol.names import Digest, ModelName, ReplicaName, Version
+from tensorhub.protocol.messages import CallReport, Empty, Filling, Holding, HostCopy, Poisoned, Vacated, Withdrawing
+from tensorhub.protocol.names import Digest, ModelName, Number, ReplicaName, Version
 from tensorhub.protocol.status import HeldView
+from tensorhub.server.groups import GroupCall
 from tensorhub.server.rules.calls import held_by
 
 from .kit import LEASE_S, Fleet, worker
+from .town import Town
+
+# --- how many replicas hold a version: whom `wait_held` counts, and whom it says to be missing ---
 
 R = Digest("r")
 UPDATE = CallReport(1, "update", "latest")
@@ -129,20 +133,82 @@ def test_another_trainer_is_not_waited_for_and_who_asks_is_not_either(fleet: Fle
     assert held(fleet, 3, asker="c").counted == 2, "a and b"
 
 
-def test_of_many_that_are_missing_a_few_are_named() -> None:
-    fleet = Fleet()
-    fleet.says(worker("a0"))
-    fleet.publishes(1, worker("trainer"), 1)
-    for each in range(20):
-        fleet.says(worker(f"a{each:02}"), call=UPDATE)
-        if each == 7:
-            assert held(fleet, 1).waits_for.endswith("a06 (holds nothing), a07 (holds nothing)")
-    assert held(fleet, 1).waits_for.endswith("a07 (holds nothing), and 12 more")
-
-
 @pytest.mark.parametrize("is_passing", [True, False])
 def test_who_only_loads_a_version_is_not_waited_for(fleet: Fleet, is_passing: bool) -> None:
     late = worker("load-1")
     fleet.says(late, call=CallReport(1, "replicate", 1), is_passing=is_passing)
     found = held(fleet, 1)
     assert (found.is_enough, found.counted) == ((True, 3) if is_passing else (False, 4))
+
+
+# --- which version a call means, of which the transcripts show the rest ---
+
+ONE, TWO = Version(1), Version(2)
+FIRST, SECOND = worker("r", 0), worker("r", 1)
+
+
+def call_of(fleet: Fleet) -> GroupCall:
+    """The call of the replica `r`."""
+    call = fleet.server.state.models[ModelName("policy")].replicas[ReplicaName("r")].call
+    assert call is not None
+    return call
+
+
+def holds(fleet: Fleet, replica: str, version: Version) -> None:
+    for shard in range(2):
+        fleet.says(worker(replica, shard), shards=2, buffer=Holding(version, Digest(f"{version}/{shard}")))
+
+
+def test_who_is_in_the_call_before_and_was_cut_short_may_have_had_more() -> None:
+    """A version was lost, and then the one after it: one shard has made its call once more, and the other not yet."""
+    fleet = Fleet()
+    holds(fleet, "old", ONE)
+    former, again = (CallReport(number, "update", "latest", floor=TWO) for number in (3, 4))
+    for who in (FIRST, SECOND):
+        fleet.says(who, shards=2, buffer=Poisoned(), call=former, ended=2)
+    assert call_of(fleet).version is None
+    fleet.says(FIRST, shards=2, buffer=Poisoned(), call=again, ended=3)
+    assert (call_of(fleet).number, call_of(fleet).version) == (4, None), "it would go back behind what both have had"
+    holds(fleet, "new", TWO)
+    fleet.says(SECOND, shards=2, buffer=Poisoned(), call=again, ended=3)
+    assert call_of(fleet).version == TWO
+
+
+# --- who waits for a version that all its holders want to leave hears of it when one of them stays after all ---
+
+OLD = Digest("old")
+HOLDER, NEWCOMER, NEXT = worker("holder"), worker("newcomer"), worker("next")
+UNPUBLISH = CallReport(Number(1), "unpublish", "")
+
+
+@pytest.fixture
+def town() -> Town:
+    """The only holder takes its version back, and is not let go yet: the newcomer waits for somebody who has it."""
+    town = Town()
+    town.joins(HOLDER, buffer=Holding(ONE, OLD))
+    town.says(HOLDER, buffer=Withdrawing(ONE, OLD), call=UNPUBLISH)
+    town.joins(NEWCOMER)
+    town.says(NEWCOMER, call=CallReport(Number(1), "replicate", "latest"))
+    assert is_waiting(town)
+    return town
+
+
+def is_waiting(town: Town) -> bool:
+    answer = town.orders[NEWCOMER].answer
+    assert answer is not None
+    return answer.version is None and answer.waiting is not None
+
+
+def test_it_reads_when_the_holder_has_changed_its_mind(town: Town) -> None:
+    town.says(HOLDER, buffer=Holding(ONE, OLD), ended=1)
+    assert not is_waiting(town)
+
+
+def test_it_reads_when_somebody_else_comes_with_it(town: Town) -> None:
+    town.joins(NEXT, buffer=Holding(ONE, OLD))
+    assert not is_waiting(town)
+
+
+def test_it_reads_when_the_holder_has_a_copy_of_it(town: Town) -> None:
+    town.says(HOLDER, buffer=Withdrawing(ONE, OLD), call=UNPUBLISH, copies=(HostCopy(1, ONE, OLD, whole=True),))
+    assert not is_waiting(town)

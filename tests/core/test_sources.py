@@ -1,0 +1,482 @@
+"""Which source a reader gets, when it gets another one, and when its call gives up."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tensorhub.protocol.messages import (
+    Answer,
+    CallReport,
+    Filling,
+    Holding,
+    HostCopy,
+    Orders,
+    Reading,
+    Report,
+    TicketFailure,
+)
+from tensorhub.protocol.names import Digest, Ticket, Version, WorkerId
+from tensorhub.protocol.settings import Settings
+from tensorhub.server import Server
+from tensorhub.server.decisions import Decision
+from tensorhub.server.members import Capacity, Member, Pace, is_too_slow, usual
+from tensorhub.server.rules import reads, sources
+from tensorhub.server.rules.selection import Candidate, choose_source
+from tensorhub.server.state import State
+
+from .kit import candidate, hello, worker
+from .town import Town
+
+# --- who reads from whom ---
+
+
+def chosen(*candidates: Candidate, now: float = 0.0) -> str | None:
+    found = choose_source(candidates, now=now)
+    return found[0].worker.replica if found is not None else None
+
+
+@pytest.mark.parametrize(
+    ("worse", "better"),
+    [
+        (candidate("a", is_same_site=False), candidate("b", load=9)),
+        (candidate("a", load=1, is_near=True), candidate("b", published=True)),
+        (candidate("a", published=True), candidate("b")),
+        (candidate("a"), candidate("b", done=2, is_near=True)),
+        (candidate("a", done=1), candidate("b", done=5)),
+        (candidate("c"), candidate("b")),
+    ],
+    ids=["site", "readers", "publisher", "host", "progress", "name"],
+)
+def test_the_better_source_is_chosen_whatever_the_order(worse: Candidate, better: Candidate) -> None:
+    assert chosen(worse, better) == chosen(better, worse) == "b"
+
+
+def test_between_sites_the_uplink_of_the_site_counts_whoever_serves() -> None:
+    idle = candidate("a", is_same_site=False, leaving_site=1)
+    assert chosen(idle, candidate("b", load=3, done=1, is_same_site=False)) == "b"
+    found = choose_source([idle], now=0.0)
+    assert found is not None
+    assert found[1] == "relay, full, idle, other site that 1 more leave; best of 1"
+
+
+def test_one_that_withdraws_is_the_last_resort() -> None:
+    assert chosen(candidate("a", is_withdrawing=True), candidate("b", load=7, is_same_site=False)) == "b"
+    found = choose_source([candidate("a", is_withdrawing=True)], now=0.0)
+    assert found is not None
+    assert "withdrawing, but nobody else has it" in found[1]
+
+
+def test_one_that_failed_is_not_tried_before_its_time() -> None:
+    failed = candidate("a", avoided_until=5.0)
+    assert chosen(failed, now=4.9) is None
+    assert chosen(failed, now=5.0) == "a"
+    assert chosen(failed, candidate("b", load=9), now=4.9) == "b"
+
+
+def test_the_reason_says_what_was_weighed() -> None:
+    found = choose_source([candidate("a", load=2, done=3, is_near=True), candidate("b", load=3)], now=0.0)
+    assert found is not None
+    assert found[0].worker == worker("a")
+    assert found[1] == "relay, filling, 3 chunks in place, serves 2 more, same host; best of 2"
+
+
+def test_the_reason_says_where_a_host_copy_lies() -> None:
+    found = choose_source([replace(candidate("a"), from_host=True)], now=0.0)
+    assert found is not None
+    assert found[1].startswith("relay, full from host memory, idle")
+
+
+@st.composite
+def candidates(draw: st.DrawFn) -> list[Candidate]:
+    names = draw(st.lists(st.sampled_from("abcdef"), unique=True))
+    return [
+        candidate(
+            name,
+            load=draw(st.integers(0, 3)),
+            done=draw(st.none() | st.integers(0, 4)),
+            published=draw(st.booleans()),
+            is_withdrawing=draw(st.booleans()),
+            is_near=draw(st.booleans()),
+            is_same_site=draw(st.booleans()),
+            avoided_until=draw(st.sampled_from([float("-inf"), 1.0, float("inf")])),
+            leaving_site=draw(st.integers(0, 2)),
+        )
+        for name in names
+    ]
+
+
+@given(candidates(), st.randoms(use_true_random=False), st.sampled_from([0.0, 2.0]))
+def test_the_order_of_the_facts_does_not_matter(found: list[Candidate], dice, now: float) -> None:
+    shuffled = list(found)
+    dice.shuffle(shuffled)
+    assert choose_source(found, now=now) == choose_source(shuffled, now=now)
+
+
+@given(candidates(), st.sampled_from([0.0, 2.0]))
+def test_it_is_one_that_may_be_tried_and_stays_if_any_does(found: list[Candidate], now: float) -> None:
+    usable = [one for one in found if one.avoided_until <= now]
+    choice = choose_source(found, now=now)
+    assert (choice is None) == (not usable)
+    if choice is not None:
+        (best,) = [one for one in usable if one.worker == choice[0].worker]
+        assert not best.is_withdrawing or all(one.is_withdrawing for one in usable)
+
+
+# --- what the server grants and until when it watches, of which no transcript tells ---
+
+ONE, ROOT = Version(1), Digest("r")
+TRAINER, READER, SPOT = worker("trainer"), worker("reader"), worker("spot")
+
+
+def reads_from(town: Town, site: str) -> Orders:
+    town.joins(TRAINER, site="a", buffer=Holding(ONE, ROOT, published=True))
+    town.joins(READER, site=site)
+    town.says(READER, call=CallReport(1, "replicate", 1))
+    return town.orders[READER]
+
+
+def test_a_grant_says_whether_it_leads_to_another_site() -> None:
+    for site, is_cross_site in (("a", False), ("b", True)):
+        grant = reads_from(Town(), site).grant
+        assert grant is not None
+        assert grant.is_cross_site is is_cross_site
+
+
+def test_among_very_many_one_that_has_everything_comes_before_one_that_is_filling() -> None:
+    town, filling = Town(), worker("a")
+    for number in range(sources.MAX_ALL):
+        town.joins(worker(f"relay-{number:02}"), host=f"{number}", buffer=Holding(ONE, ROOT))
+    call = CallReport(1, "replicate", 1)
+    for who in (filling, READER):
+        town.joins(who, host=str(who))
+        town.says(who, call=call)
+        grant = town.orders[who].grant
+        assert grant is not None
+        assert grant.source == worker("relay-00" if who == filling else "relay-01")
+        town.says(who, call=call, buffer=Filling(ONE), reading=Reading(grant.ticket, grant.source, ONE))
+
+
+def test_among_very_many_a_relay_comes_before_the_publisher() -> None:
+    town = Town()
+    town.joins(worker("a"), host="a", buffer=Holding(ONE, ROOT, published=True))
+    for number in range(sources.MAX_ALL):
+        town.joins(worker(f"relay-{number:02}"), host=f"{number}", buffer=Holding(ONE, ROOT))
+    town.joins(READER, host="reader")
+    town.says(READER, call=CallReport(1, "replicate", 1))
+    grant = town.orders[READER].grant
+    assert grant is not None
+    assert grant.source == worker("relay-00")
+
+
+def test_prefetched_is_the_newest_of_the_copies_that_are_whole() -> None:
+    town = Town()
+    town.joins(TRAINER, buffer=Holding(Version(4), ROOT, published=True))
+    copies = tuple(HostCopy(number, Version(number), ROOT, whole=number < 4) for number in (3, 2, 4))
+    has = {"buffer": Holding(ONE, ROOT), "copies": copies, "pins": (Version(2), Version(3))}
+    town.joins(READER, **has)
+    town.says(READER, **has, call=CallReport(1, "update", "prefetched"))
+    assert town.orders[READER].answer == Answer(1, Version(3))
+
+
+@pytest.mark.parametrize("brings", [False, True])
+def test_a_source_without_a_session_is_left_where_nothing_comes_from_it(brings: bool) -> None:
+    """It may well go on serving. But one that was filling may say for ever that it has no more yet."""
+    town, relay, call = Town(lease_s=1.0, report_s=0.2), worker("relay"), CallReport(1, "replicate", 1)
+    town.joins(TRAINER, host="a", buffer=Holding(ONE, ROOT, published=True))
+    readings: dict[WorkerId, Reading] = {}
+    for who in (relay, READER):
+        town.joins(who, host="b")
+        town.says(who, call=call)
+        grant = town.orders[who].grant
+        assert grant is not None
+        readings[who] = Reading(grant.ticket, grant.source, ONE)
+        town.says(who, call=call, buffer=Filling(ONE, 1, 100), reading=readings[who])
+    assert readings[READER].source == relay
+    for step in range(1, 40):
+        town.until(step * 0.2)
+        town.says(TRAINER, buffer=Holding(ONE, ROOT, published=True))
+        filling = Filling(ONE, 1 + step * brings, 100)
+        town.says(READER, call=call, buffer=filling, reading=readings[READER])
+    assert relay not in town.server.state.members
+    grant = town.orders[READER].grant
+    assert grant is not None
+    assert grant.source == (relay if brings else TRAINER)
+
+
+def test_rules_that_contradict_each_other_do_not_go_round_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    def once_more(state: State, model: object, member: Member, wanted: object) -> Iterator[Decision]:
+        state.mark_dirty(member.worker)
+        yield from ()
+
+    monkeypatch.setattr(reads, "decide_read", once_more)
+    town = Town()
+    town.joins(READER)
+    assert town.server.state.counters["unsettled"] > 0
+    assert town.orders[READER].acknowledged == 1
+
+
+# --- when a call gives up: not while its reads bring chunks, and not beside a source that it could still try ---
+
+SETTINGS = Settings(default_retain=0)
+FAILING = worker("reader")
+RELAYS = [worker(f"relay-{number:02}") for number in range(12)]
+PUBLISHER = worker("trainer")
+
+
+class Cluster:
+    """A server, holders of version 1 that say so once a second while they live, and a reader whose reads fail."""
+
+    def __init__(self, *holders: WorkerId) -> None:
+        self.server, self.now = Server(SETTINGS, 0.0, 1, fresh=True), 0.0
+        self.numbers: dict[WorkerId, int] = {}
+        self.living = list(holders)
+        self.failures: list[TicketFailure] = []
+        self.done, self.orders = 0, None
+        self.heard: dict[WorkerId, Orders] = {}
+        for who in (*holders, FAILING):
+            self.server.handle(hello(who, host=who.replica), sender=str(who), now=self.now)
+        for who in holders:
+            self.hold(who)
+        self.tell()
+
+    def hold(self, who: WorkerId) -> None:
+        self.numbers[who] = self.numbers.get(who, 0) + 1
+        report = Report(self.numbers[who], buffer=Holding(Version(1), Digest("r")), **self.known_to(who))
+        self.hear(self.server.handle(report, sender=str(who), now=self.now))
+
+    def known_to(self, who: WorkerId) -> dict:
+        """What it has heard of the server."""
+        orders = self.heard.get(who)
+        return {"session": orders.session, "roster": orders.roster} if orders is not None else {}
+
+    def hear(self, outbox: list) -> None:
+        for sender, message in outbox:
+            assert isinstance(message, Orders)
+            self.heard.update({who: message for who in self.numbers if str(who) == sender})
+            if sender == str(FAILING):
+                self.orders = message
+        for who in [who for who in self.living if self.heard.get(who) and self.heard[who].witness]:
+            self.hold(who)  # it is asked whether it has heard of the reader
+
+    def tell(self) -> None:
+        """The reader says how far it is, and which reads have failed."""
+        self.numbers[FAILING] = self.numbers.get(FAILING, 0) + 1
+        report = Report(
+            self.numbers[FAILING],
+            buffer=Filling(Version(1), self.done, 100),
+            call=CallReport(1, "replicate", 1, resolved=Version(1)),
+            closed=self.failures[-1].ticket if self.failures else Ticket(0),
+            failures=tuple(self.failures[-4:]),
+            **self.known_to(FAILING),
+        )
+        self.hear(self.server.handle(report, sender=str(FAILING), now=self.now))
+
+    def crash(self, who: WorkerId, *, with_its_line: bool) -> None:
+        self.living.remove(who)
+        if with_its_line:
+            self.hear(self.server.disconnected(str(who), now=self.now))
+
+    def pass_time(self, seconds: int) -> None:
+        for _ in range(seconds):
+            self.now += 1.0
+            self.hear(self.server.tick(now=self.now))
+            for who in self.living:
+                self.hold(who)
+            self.tell()
+
+    @property
+    def source(self) -> WorkerId:
+        assert self.orders is not None
+        assert self.error is None, self.error
+        assert self.orders.grant is not None, "it has no read"
+        return self.orders.grant.source
+
+    @property
+    def error(self) -> str | None:
+        answer = self.orders.answer if self.orders is not None else None
+        return answer.error.code if answer is not None and answer.error is not None else None
+
+    def fail(self, chunks: int = 0, code: str = "source-lost") -> None:
+        """The read brings so many chunks and fails."""
+        self.done += chunks
+        self.failures.append(TicketFailure(self.orders.grant.ticket, self.source, code, "reset by peer"))
+        self.tell()
+
+
+def test_twenty_resets_that_each_brought_a_chunk_end_no_call() -> None:
+    cluster = Cluster(PUBLISHER)
+    for _ in range(20):
+        assert cluster.source == PUBLISHER
+        cluster.fail(chunks=1)
+        cluster.pass_time(3)
+    assert cluster.error is None
+
+
+def test_nine_that_brought_nothing_do() -> None:
+    cluster = Cluster(PUBLISHER)
+    cluster.fail(chunks=5)
+    for _ in range(SETTINGS.most_failures - 1):
+        cluster.pass_time(3)
+        cluster.fail()
+    cluster.pass_time(3)
+    assert cluster.error is None
+    cluster.fail()
+    assert cluster.error == "source-lost"
+
+
+@pytest.mark.parametrize("with_its_line", [True, False])
+def test_twelve_dead_relays_are_no_reason_to_give_up_beside_the_trainer(with_its_line: bool) -> None:
+    cluster = Cluster(*RELAYS, PUBLISHER)
+    assert cluster.source == RELAYS[0]
+    for relay in RELAYS:
+        cluster.crash(relay, with_its_line=with_its_line)
+    asked = []
+    while cluster.source != PUBLISHER:
+        asked.append(cluster.source)
+        cluster.fail()
+    assert asked == ([RELAYS[0]] if with_its_line else RELAYS)
+    cluster.done = 100
+    cluster.pass_time(5)
+    assert cluster.source == PUBLISHER
+
+
+def test_a_reset_of_the_one_that_lives_is_no_end_among_the_dead() -> None:
+    """It may be tried again in two seconds; the dead fail in milliseconds."""
+    cluster = Cluster(*RELAYS, PUBLISHER)
+    cluster.fail()
+    for relay in RELAYS:
+        cluster.crash(relay, with_its_line=True)
+    assert cluster.source == RELAYS[1]
+    cluster.fail()
+    assert cluster.source == PUBLISHER
+    cluster.fail()
+    while cluster.orders.grant is not None and cluster.error is None:
+        cluster.fail()
+    assert cluster.error is None
+    cluster.pass_time(3)
+    assert cluster.source == PUBLISHER
+
+
+def test_among_very_many_one_that_failed_keeps_nobody_from_the_others() -> None:
+    """Not all of them are looked at then."""
+    many = [worker(f"relay-{number:03}") for number in range(sources.MAX_ALL + 4)]
+    cluster = Cluster(*many)
+    asked = []
+    for _ in range(3):
+        asked.append(cluster.source)
+        cluster.fail()
+        cluster.hold(asked[-1])  # it lives, and says so
+    assert asked == many[:3]
+
+
+def test_nobody_tries_again_what_no_other_source_would_help() -> None:
+    cluster = Cluster(*RELAYS, PUBLISHER)
+    cluster.fail(code="transport-missing")
+    assert cluster.error == "transport-missing"
+
+
+# --- whether anything comes by a read, and how fast ---
+
+MIB = 1 << 20
+CHUNK = 4 * MIB
+
+
+def told(pace: Pace, *, at: int, arrived: float, done: int | None = None, chunk: int = CHUNK) -> Pace:
+    chunks = int(arrived) // chunk if done is None and chunk else done or 0
+    pace.note(float(at), arrived_bytes=int(arrived), done=chunks, chunk_bytes=chunk, over_s=3.0)
+    return pace
+
+
+def after(seconds: int, rate: float, chunk: int = CHUNK) -> Pace:
+    """A read that was told of once a second."""
+    pace = Pace()
+    for at in range(seconds + 1):
+        told(pace, at=at, arrived=at * rate, chunk=chunk)
+    return pace
+
+
+def test_nothing_is_known_of_a_read_that_was_told_of_once() -> None:
+    pace = told(Pace(), at=100, arrived=0)
+    assert pace.rate is None
+    assert not pace.is_still(1000.0, 2.0), "its reader has said nothing since"
+
+
+def test_a_read_by_which_nothing_comes_stands_still() -> None:
+    assert after(2, 0.0).is_still(2.0, 2.0)
+    assert not after(1, 0.0).is_still(1.0, 2.0)
+
+
+def test_a_slow_link_with_large_chunks_does_not() -> None:
+    pace = after(3, 1.0 * MIB)
+    assert pace.done == 0
+    assert not pace.is_still(3.0, 2.0)
+    assert pace.rate == 1.0 * MIB
+
+
+def test_a_byte_now_and_then_is_nothing() -> None:
+    pace = Pace()
+    for at in range(20):
+        told(pace, at=at, arrived=at // 4, done=0)
+    assert pace.is_still(19.0, 2.0)
+
+
+def test_waiting_for_a_source_that_waits_itself_is_no_standing_still() -> None:
+    pace = after(2, 0.0)
+    pace.wait(2.0)
+    assert not told(pace, at=3, arrived=0).is_still(3.0, 2.0)
+    assert told(pace, at=4, arrived=0).is_still(4.0, 2.0)
+
+
+def test_a_reader_that_said_nothing_for_long_is_measured_anew() -> None:
+    pace = after(5, 1.0 * MIB)
+    told(pace, at=60, arrived=5 * MIB)
+    assert pace.rate is None
+    assert not pace.is_still(60.0, 2.0)
+
+
+def test_another_transport_begins_to_count_anew() -> None:
+    pace = after(5, 10.0 * MIB)
+    told(pace, at=6, arrived=100, done=12)
+    assert pace.rate is None
+    for at in range(7, 11):
+        told(pace, at=at, arrived=(at - 6) * MIB, done=12)
+    assert pace.rate == 1.0 * MIB
+
+
+def test_where_only_whole_chunks_are_seen_one_may_be_on_its_way() -> None:
+    pace = Pace()
+    for at in range(4):
+        pace.note(float(at), arrived_bytes=0, done=at // 3, chunk_bytes=CHUNK, over_s=3.0)
+    assert pace.rate == CHUNK / 3
+    assert pace.unsure == CHUNK / 3
+    assert not is_too_slow(pace, 1.9 * CHUNK, 3.0)
+    assert is_too_slow(pace, 2.1 * CHUNK, 3.0)
+
+
+def test_less_than_a_third_is_too_slow() -> None:
+    pace = after(3, 1.0 * MIB)
+    assert not is_too_slow(pace, 3.0 * MIB, 3.0)
+    assert is_too_slow(pace, 3.1 * MIB, 3.0)
+    assert not is_too_slow(after(2, 0.0), 1e12, 3.0), "it is not known yet"
+
+
+def test_the_usual_rate_is_the_middle_one() -> None:
+    assert usual([]) is None
+    assert usual([5.0, 1.0]) == 5.0
+    assert usual([1.0, 9.0, 2.0]) == 2.0
+
+
+def test_what_a_source_can_bring_is_remembered_for_a_while() -> None:
+    capacity = Capacity()
+    capacity.note(0.0, 100.0, 12.0)
+    capacity.note(12.0, 10.0, 12.0)
+    assert capacity.best == 100.0
+    capacity.note(12.1, 10.0, 12.0)
+    assert capacity.best == 10.0
+    capacity.note(13.0, 50.0, 12.0)
+    assert capacity.best == 50.0
+    capacity.forget(13.0)
+    assert capacity.best == 0.0

@@ -1,0 +1,425 @@
+"""Which versions exist, what their content is, which workers have them, and what a receipt proves."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tensorhub.protocol.messages import (
+    PROTOCOL,
+    Buffer,
+    CallReport,
+    Empty,
+    Filling,
+    Hello,
+    Holding,
+    HostCopy,
+    Orders,
+    Poisoned,
+    Reading,
+    Refusal,
+    Report,
+    Withdrawing,
+)
+from tensorhub.protocol.names import Digest, ModelName, Number, ReplicaName, Shard, Ticket, Version, WorkerId
+from tensorhub.protocol.settings import Settings
+from tensorhub.server import Server
+from tensorhub.server.groups import Replica
+from tensorhub.server.members import NOTHING, Content, Line, version_in
+from tensorhub.server.rules.calls import next_version
+from tensorhub.server.state import BLOCK, MAX_CEILING
+from tensorhub.server.versions import Model, Notary
+
+from .kit import worker
+from .town import Town
+
+# --- which versions exist, what their content is, and who has them ---
+
+ROOT, OTHER, LAYOUT = Digest("root"), Digest("other"), Digest("layout")
+
+
+def model(most_versions: int = 256) -> Model:
+    return Model(ModelName("policy"), 1, most_versions)
+
+
+def trainer() -> Replica:
+    return Replica(ReplicaName("trainer"), 1)
+
+
+def hold(found: Model, version: int, name: str = "a") -> None:
+    """Somebody has all of it, and nothing else."""
+    found.note_exists(Version(version))
+    found.move(worker(name), content(Empty()), content(Holding(Version(version), ROOT)))
+
+
+def code_of(found: Model, version: int, root: Digest = ROOT) -> str:
+    failure = found.conflict(trainer(), Version(version), {Line(1, Shard(0)): root})
+    return failure.code if failure is not None else ""
+
+
+def test_a_lower_number_is_a_conflict_for_ever() -> None:
+    found = model()
+    found.note_exists(Version(7))
+    assert code_of(found, 6) == "version-conflict"
+    assert code_of(found, 8) == ""
+
+
+def test_content_that_agrees_in_one_shard_only_is_other_content() -> None:
+    found = Model(ModelName("policy"), 2, 256)
+    first, second = Line(2, Shard(0)), Line(2, Shard(1))
+    for shard, line in enumerate((first, second)):
+        found.bind_content(worker("trainer", shard), Version(7), line, ROOT, LAYOUT)
+    found.note_exists(Version(7))
+    again = Replica(ReplicaName("again"), 2)
+    assert found.conflict(again, Version(7), {first: ROOT, second: ROOT}) is None
+    for roots in ({first: ROOT, second: OTHER}, {first: OTHER, second: ROOT}):
+        failure = found.conflict(again, Version(7), roots)
+        assert failure is not None
+        assert failure.code == "version-conflict"
+
+
+def test_a_version_that_somebody_else_is_publishing_is_theirs() -> None:
+    found = model()
+    record = found.record(Version(7))
+    record.roots[Line(1, Shard(0))] = ROOT
+    assert code_of(found, 7, OTHER) == ""  # whoever began it gave up
+    record.claims[ReplicaName("second")] = None
+    assert code_of(found, 7, OTHER) == "version-conflict"
+
+
+def test_latest_counts_back_over_versions_that_exist() -> None:
+    found = model()
+    for version, name in ((3, "a"), (5, "b"), (9, "c")):
+        hold(found, version, name)
+    found.record(Version(12))  # being published
+    assert found.resolve("latest") == (9, None)
+    assert found.resolve("latest-2") == (3, None)
+    assert found.resolve(5) == (5, None)
+    for spec in ("latest-3", 12, 4):
+        version, failure = found.resolve(spec)
+        assert version is None
+        assert failure is not None
+        assert failure.code == "version-unavailable"
+
+
+def test_what_nobody_has_is_lost_and_not_the_latest() -> None:
+    found = model()
+    hold(found, 3, "a")
+    hold(found, 5, "b")
+    assert found.latest == 5
+    held = content(Holding(Version(5), ROOT))
+    found.move(worker("b"), held, content(Empty()))
+    assert found.is_lost(found.record(Version(5)))
+    assert (found.latest, found.newest) == (3, 5)
+    assert found.resolve("latest") == (3, None)
+    assert found.awaited(4) is None
+    failure = found.resolve(5)[1]
+    assert failure is not None
+    assert "policy/b[0] held it last" in failure.message
+    assert code_of(found, 4) == code_of(found, 5, OTHER) == "version-conflict", "its number stays taken"
+    found.move(worker("b"), content(Empty()), held)
+    assert found.latest == 5
+
+
+def test_a_loss_is_said_once_and_only_of_what_was_not_replaced() -> None:
+    found = model()
+    hold(found, 3, "a")
+    hold(found, 5, "b")
+    assert found.news_of_losses() == ([], [])
+    found.move(worker("a"), content(Holding(Version(3), ROOT)), content(Empty()))
+    assert found.news_of_losses() == ([], []), "5 has replaced it"
+    found.changed = {}
+    found.move(worker("b"), content(Holding(Version(5), ROOT)), content(Empty()))
+    assert found.news_of_losses() == found.news_of_losses() == ([5], []), "to ask changes nothing"
+    assert "version 5 of policy is lost" in found.loss(found.look_up(Version(5))).message
+    found.note_said(*found.news_of_losses())
+    assert found.news_of_losses() == ([], [])
+    found.move(worker("b"), content(Empty()), content(Holding(Version(5), ROOT)))
+    assert found.news_of_losses() == ([], [5])
+    found.note_said(*found.news_of_losses())
+    assert found.news_of_losses() == ([], [])
+
+
+def test_whoever_waits_gets_that_version_or_a_newer_one() -> None:
+    found = model()
+    assert found.awaited("latest") is None
+    hold(found, 5)
+    assert [found.awaited(spec) for spec in ("latest", 4, 5, 6, "latest-1")] == [5, 5, 5, None, None]
+
+
+def content(buffer: Buffer, *beside: HostCopy) -> Content:
+    return Content(buffer, beside, Line(1, Shard(0)))
+
+
+def test_versions_that_nobody_needs_make_room_the_oldest_first() -> None:
+    found = model(most_versions=3)
+    for version in range(1, 4):
+        found.note_exists(Version(version))
+    found.move(worker("a"), content(Empty()), content(Holding(Version(1), ROOT)))
+    found.note_exists(Version(4))
+    assert sorted(found.versions) == [1, 3, 4]
+    assert found.newest == 4
+
+
+def has(said: Content, version: int) -> bool:
+    return version_in(said.buffer) == version or any(copy.version == version for copy in said.copies)
+
+
+buffers = st.one_of(
+    st.just(Empty()),
+    st.just(Poisoned()),
+    st.builds(Filling, st.integers(1, 3)),
+    st.builds(Holding, st.integers(1, 3), st.just(ROOT)),
+    st.builds(Withdrawing, st.integers(1, 3), st.just(ROOT)),
+)
+
+
+copies = st.lists(st.builds(HostCopy, st.just(1), st.integers(1, 3), st.just(ROOT)), max_size=2)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), buffers, copies)))
+def test_the_index_of_holders_is_what_was_last_said(moves: list[tuple[str, Buffer, list[HostCopy]]]) -> None:
+    found, now = model(), {}
+    for name, buffer, beside in moves:
+        said = content(buffer, *beside)
+        found.move(worker(name), now.get(name, NOTHING), said)
+        now[name] = said
+    for version in (1, 2, 3):
+        record = found.versions.get(Version(version))
+        indexed = [who.replica for held in record.holders.values() for who in held] if record is not None else []
+        assert sorted(indexed) == sorted(name for name, said in now.items() if has(said, version))
+
+
+# --- what a version is where two publishes of it differ: which of them the server believes, and who hears of that ---
+
+ONE, FIRST, SECOND, RIGHT, ELSE = Version(1), *(Digest(root) for root in ("first", "second", "right", "other"))
+TRAINER, RIVAL, READER = ([worker(name, shard) for shard in range(2)] for name in ("trainer", "rival", "reader"))
+
+
+def publishing(root: Digest) -> Holding:
+    return Holding(ONE, root, published=True)
+
+
+def joins(town: Town, who: WorkerId, **more: object) -> None:
+    town.joins(who, shards=2, **more)
+
+
+def is_believed(town: Town, who: WorkerId) -> bool:
+    """What it has counts as the version, and it was not told otherwise."""
+    return town.server.state.known(who).holds(ONE) and not town.orders[who].conflict
+
+
+@pytest.fixture
+def town() -> Town:
+    return Town()
+
+
+def test_a_publish_that_may_not_have_ended_is_no_measure_beside_one_that_has(town: Town) -> None:
+    """One shard of the trainer shows that its publish has ended. All of the rival say that they have published it."""
+    joins(town, TRAINER[0], buffer=publishing(FIRST), receipts=town.receipts(TRAINER[0], ONE, FIRST, "trainer"))
+    joins(town, RIVAL[0], buffer=publishing(FIRST))
+    joins(town, RIVAL[1], buffer=publishing(ELSE))
+    assert town.orders[RIVAL[1]].conflict == ELSE
+    joins(town, TRAINER[1], buffer=publishing(RIGHT))
+    assert is_believed(town, TRAINER[1])
+
+
+def test_what_a_whole_publish_says_beside_a_proof_is_the_measure_of_its_other_shard(town: Town) -> None:
+    """Its first shard had another content at first. It has what is proved now, and its second shard goes.
+
+    Whoever comes with something else for that is refused: the version would be of two publishes.
+    """
+    joins(town, TRAINER[0], buffer=publishing(FIRST))
+    joins(town, TRAINER[1], buffer=publishing(RIGHT))
+    joins(town, READER[0], buffer=Holding(ONE, SECOND), receipts=town.receipts(READER[0], ONE, SECOND))
+    assert town.orders[TRAINER[0]].conflict == FIRST
+    town.says(TRAINER[0], buffer=publishing(SECOND))
+    town.says(TRAINER[1], buffer=Withdrawing(ONE, RIGHT, published=True))
+    town.says(TRAINER[1], buffer=Empty())
+    joins(town, READER[1], buffer=Holding(ONE, ELSE))
+    assert town.orders[READER[1]].conflict == ELSE
+    assert is_believed(town, READER[0])
+
+
+def test_who_has_something_else_is_told_when_a_publish_turns_out_to_have_ended(town: Town) -> None:
+    """One shard of the trainer heard that from a server before this one, and is empty since. The other hears it now."""
+    joins(town, READER[1], buffer=Holding(ONE, ELSE))
+    joins(town, TRAINER[0], ended=1, finished=1)
+    assert is_believed(town, READER[1])
+    call = CallReport(Number(1), "publish", ONE, RIGHT, resolved=ONE)
+    joins(town, TRAINER[1], buffer=publishing(RIGHT), call=call, seen=Number(1))
+    assert is_believed(town, TRAINER[1])
+    assert town.orders[READER[1]].conflict == ELSE
+
+
+@pytest.mark.parametrize("is_leaving", [False, True])
+def test_a_shard_stands_by_what_it_published_with_a_copy_that_is_not_about_to_go(town: Town, is_leaving: bool) -> None:
+    """If it does, all shards of the trainer do, and that is the version, whatever was heard before."""
+    copy = HostCopy(1, ONE, RIGHT, whole=True, published=True, leaving=is_leaving)
+    joins(town, READER[1], buffer=Holding(ONE, ELSE))
+    joins(town, TRAINER[0], buffer=publishing(FIRST))
+    joins(town, TRAINER[1], copies=(copy,))
+    assert is_believed(town, READER[1]) is is_leaving
+
+
+# --- what one worker tells of numbers: nobody's are taken along, and no version number is taken, without a receipt ---
+
+SETTINGS = Settings(lease_s=4.0, report_s=1.0)
+HIGHEST = 2**62
+
+
+def server(first: int = 1000, *, fresh: bool = True, key: bytes = b"") -> Server:
+    return Server(SETTINGS, 0.0, first, fresh=fresh, key=key)
+
+
+def hear(found: Server, name: str, now: float = 0.0, **told: object) -> Orders:
+    """The answer to a report of that replica's one worker."""
+    me = worker(name)
+    found.handle(Hello(PROTOCOL, me.model, me.replica, me.shard, 1, name), sender=name, now=now)
+    number = told.pop("number", 1)
+    out = found.handle(Report(number=number, **told), sender=name, now=now)  # type: ignore[arg-type]
+    orders = [message for sender, message in out if sender == name]
+    assert orders, out
+    assert isinstance(orders[-1], Orders), orders
+    return orders[-1]
+
+
+@pytest.mark.parametrize("what", ["seen", "session", "closed"])
+def test_a_number_that_no_server_gave_out_takes_nobody_along(what: str) -> None:
+    found = server()
+    hear(found, "liar", **{what: HIGHEST})
+    assert hear(found, "honest").number < 2000
+    assert found.state.counters["odd_numbers"] == 1
+
+
+def test_a_restarted_server_goes_on_above_what_was_signed_for() -> None:
+    former = server(5_000_000)
+    known = hear(former, "a")
+    found = server(10, fresh=False)
+    told = {"seen": known.number, "session": known.session}
+    assert hear(found, "a", **told, ceiling=known.ceiling, ceiling_receipt=known.ceiling_receipt).number > known.number
+
+
+def test_far_ahead_is_believed_only_with_a_receipt_of_the_same_key() -> None:
+    far = server(10 * BLOCK, key=b"one")
+    known = hear(far, "a")
+    told = {"seen": known.number, "ceiling": known.ceiling, "ceiling_receipt": known.ceiling_receipt}
+    assert hear(server(10, fresh=False, key=b"one"), "a", **told).number > known.number
+    assert hear(server(10, fresh=False, key=b"other"), "a", **told).number < BLOCK
+
+
+def test_reports_that_repeat_this_lifes_own_ceiling_raise_its_numbers_by_one_block_at_most() -> None:
+    """A worker is told each ceiling with its orders: no report may turn that into the next one."""
+    found = server()
+    orders = hear(found, "liar")
+    for number in range(2, 50):
+        told = {"ceiling": orders.ceiling, "ceiling_receipt": orders.ceiling_receipt}
+        orders = hear(found, "liar", number=number, seen=orders.ceiling, session=orders.ceiling, **told)
+    assert hear(found, "honest").number < 1000 + BLOCK + 200
+
+
+@pytest.mark.parametrize("ceiling", [MAX_CEILING + 1, HIGHEST])
+def test_a_ceiling_that_no_life_reaches_is_not_believed_though_it_is_signed(ceiling: int) -> None:
+    found = server(fresh=False)
+    receipt = found.state.notary.ceiling(Number(ceiling))
+    hear(found, "a", seen=Number(ceiling), ceiling=Number(ceiling), ceiling_receipt=receipt)
+    assert hear(found, "b").ceiling < 10 * BLOCK
+    assert found.state.counters["odd_numbers"] == 1
+
+
+def test_the_newest_version_is_believed_with_a_receipt_only() -> None:
+    found = server()
+    hear(found, "liar", newest=Version(HIGHEST))
+    assert found.state.models["policy"].newest is None  # type: ignore[index]
+    receipt = Notary().newest(worker("a").model, Version(7))
+    hear(found, "a", newest=Version(7), newest_receipt=receipt)
+    assert found.state.models["policy"].newest == 7  # type: ignore[index]
+    hear(found, "b", newest=Version(8), newest_receipt=receipt)
+    assert found.state.models["policy"].newest == 7  # type: ignore[index]
+
+
+HELD = Holding(Version(HIGHEST), Digest("x"))
+WORDS = {
+    "filling": {"buffer": Filling(Version(HIGHEST))},
+    "holding": {"buffer": HELD},
+    "published": {"buffer": Holding(Version(HIGHEST), Digest("x"), published=True)},
+    "a copy": {"copies": (HostCopy(1, Version(HIGHEST), Digest("x"), 1, 1, whole=True),)},
+    "a claim": {"claim": Version(HIGHEST), "claimed_in": Number(1)},
+    "an answer": {"call": CallReport(1, "publish", HIGHEST, Digest("x"), resolved=Version(HIGHEST)), "buffer": HELD},
+    "a forged receipt": {"buffer": HELD, "newest": Version(HIGHEST), "newest_receipt": "x"},
+    "a next one": {"buffer": Holding(Version(2**53 + 1), Digest("x"))},
+}
+
+
+@pytest.mark.parametrize("told", WORDS.values(), ids=WORDS)
+def test_a_version_that_no_publish_could_make_exists_nowhere(told: dict) -> None:
+    """A worker that shows one is sent away for a moment, and its next report may be right."""
+    found, me = server(), worker("liar")
+    publish(found, "trainer", 7, "right")
+    for number in (1, 2):
+        found.handle(Hello(PROTOCOL, me.model, me.replica, me.shard, 1, "liar"), sender="liar", now=0.0)
+        ((_, refusal),) = found.handle(Report(number=number, **told), sender="liar", now=0.0)
+        assert isinstance(refusal, Refusal)
+        assert refusal.retry_s > 0
+    assert next_version(found.state, me.model) == 8
+    assert found.state.models[me.model].newest == 7
+    assert hear(found, "liar", number=3).acknowledged == 3
+
+
+def test_a_high_version_is_held_where_a_receipt_or_the_newest_one_is_near() -> None:
+    """Numbers may have risen above those that a model begins with, in many steps."""
+    high = Version(2**53 + 5)
+    held = Holding(high, Digest("r"))
+    found = server(fresh=False)
+    receipt = found.state.notary.newest(worker("a").model, high)
+    hear(found, "a", buffer=held, newest=high, newest_receipt=receipt)
+    hear(found, "b", buffer=Holding(Version(high + 1), Digest("r")))
+    assert found.state.models[worker("a").model].newest == high + 1
+
+
+def publish(found: Server, name: str, version: int, root: str) -> None:
+    """One replica of one shard publishes, from its call to its end."""
+    call = CallReport(1, "publish", version, Digest(root))
+    hear(found, name, number=2, layout=Digest("l"), call=call)
+    held = Holding(Version(version), Digest(root), published=True)
+    found.handle(Report(number=3, layout=Digest("l"), call=call, buffer=held), sender=name, now=0.0)
+    out = found.handle(Report(number=4, layout=Digest("l"), buffer=held, ended=1, finished=1), sender=name, now=0.0)
+    assert not any(isinstance(message, Refusal) for _, message in out)
+
+
+def test_who_has_the_receipt_is_believed_whoever_is_heard_first() -> None:
+    former = server()
+    publish(former, "real", 7, "right")
+    receipt = former.state.notary.content(worker("real").model, Version(7), worker("real").shard, Digest("right"))
+    right, wrong = (Holding(Version(7), Digest(root), published=True) for root in ("right", "wrong"))
+    for first in ("left", "real"):
+        found = server(10, fresh=False)
+        for name in (first, "real" if first == "left" else "left"):
+            told = {"buffer": right, "receipts": {7: receipt}} if name == "real" else {"buffer": wrong}
+            hear(found, name, **told, layout=Digest("l"))
+        orders = hear(found, "left", number=2, buffer=wrong, layout=Digest("l"))
+        assert orders.conflict == "wrong"
+        left = found.state.known(worker("left"))
+        assert (left.report.buffer, left.content.buffer) == (wrong, Poisoned()), "what it said stays as it came"
+        assert hear(found, "real", number=2, buffer=right, receipts={7: receipt}, layout=Digest("l")).conflict == ""
+        record = found.state.models["policy"].versions[Version(7)]  # type: ignore[index]
+        assert [each.replica for each in record.holders[Line(1, Shard(0))]] == ["real"]
+
+
+def test_a_receipt_is_for_one_content_of_one_shard() -> None:
+    notary, me = Notary(b"key"), worker("a")
+    receipt = notary.content(me.model, Version(7), me.shard, Digest("x"))
+    others = [
+        notary.content(me.model, Version(7), me.shard, Digest("y")),
+        notary.content(me.model, Version(8), me.shard, Digest("x")),
+        Notary(b"other").content(me.model, Version(7), me.shard, Digest("x")),
+        notary.newest(me.model, Version(7)),
+        notary.ceiling(Number(7)),
+    ]
+    assert receipt not in others
+    assert len(dict.fromkeys(others)) == len(others)
+
+
+def test_a_read_under_a_ticket_that_nobody_gave_out_is_not_adopted() -> None:
+    found = server(10, fresh=False)
+    hear(found, "a", reading=Reading(Ticket(HIGHEST), worker("b"), Version(7)))
+    assert found.state.reads.all() == []

@@ -1,0 +1,213 @@
+"""When a worker reports, and what it says of its reads."""
+
+import pytest
+from msgspec.structs import replace
+
+from tensorhub.protocol.messages import (
+    CallReport,
+    Empty,
+    Failure,
+    Filling,
+    Holding,
+    LayoutInfo,
+    Part,
+    Reading,
+    Report,
+    Vacated,
+    Withdrawing,
+)
+from tensorhub.protocol.names import Digest, Number, Ticket, Version, worker_id
+from tensorhub.worker import events
+from tensorhub.worker.events import ReadMeasured
+from tensorhub.worker.read_slot import Parts, ReadSlot
+from tensorhub.worker.state import MAX_UNACKNOWLEDGED, TOGETHER_S, ReportBook, news_of
+
+from .kit import LAYOUT, Conversation, grant, orders, report, worker
+
+# --- when a worker says how things are ---
+
+
+def test_news_goes_out_at_once_and_the_rest_once_a_second() -> None:
+    book = ReportBook()
+    assert book.is_due(report(0), now=0.0)
+    book.sent(report(0), now=0.0)
+    assert not book.is_due(report(0), now=0.5)
+    assert book.is_due(report(0, buffer=Holding(Version(1), Digest("r"))), now=0.5)
+    assert book.is_due(report(0), now=1.0)
+    assert book.next_at == 1.0
+
+
+def test_counters_that_move_by_themselves_are_no_news() -> None:
+    plain = report(3, buffer=Filling(Version(1), 2, 9), seen=Number(4), closed=Ticket(2), received_bytes={"a": 1})
+    later = report(4, buffer=Filling(Version(1), 3, 9), seen=Number(5), closed=Ticket(3), received_bytes={"a": 2})
+    assert news_of(plain) == news_of(later)
+    assert news_of(plain) != news_of(report(3, buffer=Empty()))
+
+
+def test_a_new_connection_hears_everything_again() -> None:
+    book = ReportBook()
+    book.sent(report(0), now=0.0)
+    book.repeat()
+    assert book.is_due(report(0), now=0.0)
+
+
+def test_reports_are_numbered_and_their_sending_is_remembered_until_acknowledged() -> None:
+    book = ReportBook()
+    numbers = [book.sent(report(0), now=float(at)).number for at in range(3)]
+    assert numbers == [1, 2, 3]
+    assert book.acknowledge(2) == 1.0
+    assert book.acknowledge(2) is None
+    assert book.acknowledge(1) is None
+    assert book.acknowledge(3) == 2.0
+    assert book.statistics()["unacknowledged"] == 0
+
+
+def test_silence_does_not_fill_the_memory() -> None:
+    book = ReportBook()
+    for at in range(10 * MAX_UNACKNOWLEDGED):
+        book.sent(report(0), now=float(at))
+    assert book.statistics()["unacknowledged"] == MAX_UNACKNOWLEDGED
+
+
+def opened(*, is_opened: bool = False) -> Reading:
+    return Reading(Ticket(7), worker_id("policy", "trainer", 0), Version(2), is_opened=is_opened)
+
+
+def test_what_leads_to_further_news_waits_for_that_and_not_for_long() -> None:
+    book, held = ReportBook(), Holding(Version(1), Digest("r"))
+    update = CallReport(1, "update", "latest")
+    book.sent(report(0, buffer=held, call=update), now=0.0)
+    resolved = report(0, buffer=held, call=replace(update, resolved=Version(2)), reading=opened())
+    assert not book.is_due(resolved, now=0.2)
+    assert not book.is_due(resolved, now=0.25)
+    assert book.next_at == 0.2 + TOGETHER_S
+    assert book.is_due(resolved, now=book.next_at)
+    withdrawing = report(0, buffer=Withdrawing(Version(1), Digest("r")), call=resolved.call, reading=opened())
+    assert book.is_due(withdrawing, now=0.25)
+    book.sent(withdrawing, now=0.25)
+    assert book.next_at == 1.25
+    vacated = report(0, buffer=Vacated(Version(1), Digest("r")), call=resolved.call, reading=opened())
+    assert not book.is_due(vacated, now=0.3)
+    assert book.is_due(report(0, buffer=Filling(Version(2)), call=resolved.call, reading=opened()), now=0.31)
+
+
+def test_a_buffer_that_is_vacated_for_its_caller_is_told_at_once() -> None:
+    book = ReportBook()
+    book.sent(report(0, buffer=Withdrawing(Version(1), Digest("r"), True)), now=0.0)
+    assert book.is_due(report(0, buffer=Vacated(Version(1), Digest("r"), True)), now=0.1)
+
+
+def test_a_read_into_host_memory_and_one_into_an_empty_buffer_are_told_at_once() -> None:
+    book = ReportBook()
+    book.sent(report(0, buffer=Filling(Version(2))), now=0.0)
+    assert book.is_due(report(0, buffer=Filling(Version(2)), reading=opened()), now=0.1)
+    book.sent(report(0, buffer=Holding(Version(1), Digest("r"))), now=0.2)
+    to_host = replace(opened(), to_host=True)
+    assert book.is_due(report(0, buffer=Holding(Version(1), Digest("r")), reading=to_host), now=0.3)
+
+
+# --- how a read goes: told with the report, and shown with the transfer ---
+
+LOCAL = ReadMeasured(Ticket(5), "local", "process_vm_readv, 2 threads", "", 1000)
+
+
+def reading(**told: object) -> Reading:
+    return replace(Reading(Ticket(5), worker("trainer"), Version(1)), **told)
+
+
+def test_only_the_open_read_is_described() -> None:
+    slot = ReadSlot(worker("rollout"))
+    slot.measured(LOCAL)
+    assert slot.reading is None
+    slot.extend_trust(10.0)
+    slot.take_grant(grant(5))
+    slot.start()
+    slot.measured(replace_ticket(LOCAL, 4))
+    assert slot.reading is not None
+    assert slot.reading.transport == ""
+    slot.measured(LOCAL)
+    assert (slot.reading.transport, slot.reading.rate_bytes_per_s) == ("local", 1000)
+    ended, _ = slot.ended(Ticket(5))
+    assert ended.ticket == 5
+
+
+def replace_ticket(event: ReadMeasured, ticket: int) -> ReadMeasured:
+    return ReadMeasured(Ticket(ticket), event.transport, event.path, event.why, event.rate_bytes_per_s)
+
+
+# --- the sources of a read across: what is said of them, and what their ends mean ---
+
+FIRST, SECOND = (replace(grant(5 + shard, source=worker("trainer", shard)), parts=2) for shard in (0, 1))
+LOST = Failure("source-lost", "connection reset")
+
+
+def begun() -> Parts:
+    found = Parts(granted=(FIRST, SECOND))
+    found.begin()
+    return found
+
+
+def test_a_part_of_which_nothing_has_come_says_so() -> None:
+    parts = begun()
+    parts.arrived_bytes[Ticket(5)] = 700
+    assert parts.for_report() == (Part(Ticket(5), FIRST.source, arrived_bytes=700), Part(Ticket(6), SECOND.source))
+    assert parts.for_report()[1].arrived_bytes == 0
+
+
+def reading_across() -> Conversation:
+    """A worker that reads out of two shards, the first under ticket 5."""
+    it = Conversation.begun()
+    it.tell(events.Called("replicate", "latest", deadline=60.0))
+    it.tell(events.Received(orders(2, across=(FIRST, SECOND), answer=it.resolved(1))))
+    assert it.wants(events.OpenAcross(Ticket(5), (FIRST, SECOND)))
+    it.tell(events.AcrossOpened(Ticket(5), Digest("here")))
+    return it
+
+
+def failed_sources(it: Conversation) -> list[Ticket]:
+    """As its latest report says."""
+    last = [effect.message for effect in it.wanted if isinstance(effect, events.Send)][-1]
+    assert isinstance(last, Report)
+    return [each.ticket for each in last.failures]
+
+
+def test_a_part_that_was_stopped_and_then_fails_is_no_fault_of_its_source() -> None:
+    it = reading_across()
+    third = replace(grant(7, source=worker("other", 1)), parts=2)
+    it.tell(events.Received(orders(3, across=(FIRST, third), answer=it.resolved(1))))
+    assert it.wants(events.StopPart(Ticket(5), Ticket(6)))
+    it.tell(events.PartEnded(Ticket(5), Ticket(6), failure=LOST))
+    assert failed_sources(it) == []
+    it.tell(events.PartEnded(Ticket(5), Ticket(5), failure=LOST))
+    assert failed_sources(it) == [Ticket(5)]
+
+
+@pytest.mark.parametrize("part", [6, 9])
+def test_the_end_of_a_part_that_is_over_or_unknown_changes_nothing(part: int) -> None:
+    it = reading_across()
+    it.tell(events.PartEnded(Ticket(5), Ticket(6), failure=LOST))
+    before = failed_sources(it)
+    it.tell(events.PartEnded(Ticket(5), Ticket(part), failure=LOST))
+    assert failed_sources(it) == before == [Ticket(6)]
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_what_is_opened_for_a_host_copy_of_other_tensors_is_stopped(is_open: bool) -> None:
+    """What it brings was worked out for the tensors that were registered then."""
+    it = Conversation.begun(max_copies=1)
+    ahead = tuple(replace(part, to_host=True) for part in (FIRST, SECOND))
+    it.tell(events.Received(orders(2, fetch=FIRST.version, across=ahead)))
+    assert it.wants(events.OpenAcross(Ticket(5), ahead))
+    if is_open:
+        it.tell(events.AcrossOpened(Ticket(5), Digest("here")))
+        assert any(isinstance(effect, events.StartAcross) for effect in it.wanted)
+    it.tell(events.Registered(LayoutInfo(LAYOUT), Digest("of other tensors"), 16, 1))
+    assert it.wants(events.StopRead(Ticket(5)))
+    it.tell(events.AcrossOpened(Ticket(5), Digest("here")))  # it was on its way
+    copies = it.worker.state.copies.by_version
+    assert all(copy.layout == Digest("l") for copy in copies.values())
+    assert bool(copies) is is_open
+    it.tell(events.ReadEnded(Ticket(5)))
+    again = tuple(replace(part, ticket=Ticket(part.ticket + 4)) for part in ahead)
+    it.tell(events.Received(orders(3, fetch=FIRST.version, across=again)))
+    assert it.wants(events.OpenAcross(Ticket(9), again)) is not is_open  # that copy has to leave first
