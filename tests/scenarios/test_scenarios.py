@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tensorhub.server.rules import layouts
+from tensorhub.server import layouts
 
 from .script import COMMANDS, ScriptError, run_script
 
