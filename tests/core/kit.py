@@ -7,7 +7,7 @@ from tensorhub.protocol.messages import PROTOCOL, Answer, CallReport, Grant, Hel
 from tensorhub.protocol.names import Digest, Number, Ticket, Version, WorkerId, worker_id
 from tensorhub.protocol.settings import Settings
 from tensorhub.server import Server
-from tensorhub.server.rules.selection import Candidate
+from tensorhub.server.selection import Candidate
 from tensorhub.worker import events
 from tensorhub.worker.machine import Worker
 

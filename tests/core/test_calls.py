@@ -5,8 +5,8 @@ import pytest
 from tensorhub.protocol.messages import CallReport, Empty, Filling, Holding, HostCopy, Poisoned, Vacated, Withdrawing
 from tensorhub.protocol.names import Digest, ModelName, Number, ReplicaName, Version
 from tensorhub.protocol.status import HeldView
+from tensorhub.server.calls import held_by
 from tensorhub.server.groups import GroupCall
-from tensorhub.server.rules.calls import held_by
 
 from .kit import LEASE_S, Fleet, worker
 from .town import Town

@@ -20,7 +20,7 @@ from tensorhub.protocol.messages import (
 from tensorhub.protocol.names import Digest, Shard, Ticket, Version, WorkerId
 from tensorhub.protocol.settings import Settings
 from tensorhub.server import Server
-from tensorhub.server.members import Line, OpenRead
+from tensorhub.server.members import LayoutKey, OpenRead
 from tensorhub.worker import events
 from tensorhub.worker.machine import Worker
 from tensorhub.worker.state import Call
@@ -113,9 +113,9 @@ def read(
     *,
     is_void: bool = False,
     version: int = 1,
-    part: Line | None = None,
+    part: LayoutKey | None = None,
 ) -> OpenRead:
-    return OpenRead(grant(ticket, source=source, version=version), reader, Line(1, Shard(0)), is_void, part=part)
+    return OpenRead(grant(ticket, source=source, version=version), reader, LayoutKey(1, Shard(0)), is_void, part=part)
 
 
 def _two_at_once(server: Server) -> None:
@@ -124,7 +124,7 @@ def _two_at_once(server: Server) -> None:
 
 
 def _one_beside_a_part(server: Server) -> None:
-    server.state.open_read(read(100, B, A, part=Line(2, Shard(0))))
+    server.state.open_read(read(100, B, A, part=LayoutKey(2, Shard(0))))
     server.state.open_read(read(101, B, A))
 
 
@@ -138,11 +138,11 @@ def _in_a_ring(server: Server) -> None:
 
 
 def _held_by_nobody(server: Server) -> None:
-    server.state.models[A.model].record(ONE).holders[Line(1, Shard(0))][worker("nobody")] = None
+    server.state.models[A.model].record(ONE).holders[LayoutKey(1, Shard(0))][worker("nobody")] = None
 
 
 def _held_by_who_has_it_not(server: Server) -> None:
-    server.state.models[A.model].record(ONE).holders[Line(1, Shard(0))][B] = None
+    server.state.models[A.model].record(ONE).holders[LayoutKey(1, Shard(0))][B] = None
 
 
 def _another_version(server: Server) -> None:
@@ -190,5 +190,5 @@ def test_a_read_taken_back_contradicts_nothing() -> None:
     server.state.open_read(read(100, B, A, is_void=True))
     server.state.open_read(read(101, B, A))
     model = server.state.models[A.model]
-    model.add_holder(model.record(ONE), B, Line(1, Shard(0)))  # it is about to have it
+    model.add_holder(model.record(ONE), B, LayoutKey(1, Shard(0)))  # it is about to have it
     server.check_invariants()

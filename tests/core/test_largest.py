@@ -24,8 +24,8 @@ from tensorhub.protocol.messages import (
 )
 from tensorhub.protocol.names import MAX_NAME, Digest, Number, ReplicaName, Shard, Ticket, Version, worker_id
 from tensorhub.runtime.codec import MAX_ENDPOINTS, MAX_WORD, decode_to_server, decode_to_worker, encode
+from tensorhub.server.admission import MAX_SHARDS
 from tensorhub.server.groups import GroupCall, Replica
-from tensorhub.server.rules.admission import MAX_SHARDS
 from tensorhub.worker import events
 from tensorhub.worker.machine import Worker
 

@@ -2,7 +2,7 @@
 
 from tensorhub.protocol.messages import MAX_VERSION_JUMP, CallReport, Holding, Vacated
 from tensorhub.protocol.names import Digest, ModelName, Number, Version
-from tensorhub.server.rules.calls import next_version
+from tensorhub.server.calls import next_version
 
 from .kit import LEASE_S, Fleet, worker
 

@@ -4,13 +4,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorhub.protocol.names import Shard, Ticket, Version
-from tensorhub.server.members import Line, OpenRead, OpenReads
+from tensorhub.server.members import LayoutKey, OpenRead, OpenReads
 
 from .kit import grant, worker
 
 
 def read(ticket: int, reader: str, source: str) -> OpenRead:
-    return OpenRead(grant(ticket, source=worker(source)), worker(reader), Line(1, Shard(0)))
+    return OpenRead(grant(ticket, source=worker(source)), worker(reader), LayoutKey(1, Shard(0)))
 
 
 def test_a_read_is_found_from_both_ends() -> None:

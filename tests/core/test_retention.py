@@ -4,7 +4,7 @@ import pytest
 
 from tensorhub.protocol.messages import Holding, HostCopy, Withdrawing
 from tensorhub.protocol.names import Digest, Version
-from tensorhub.server.rules import retention
+from tensorhub.server import retention
 
 from .kit import worker
 from .town import Town

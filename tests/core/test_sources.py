@@ -1,6 +1,5 @@
 """Which source a reader gets, when it gets another one, and when its call gives up."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -20,11 +19,9 @@ from tensorhub.protocol.messages import (
 )
 from tensorhub.protocol.names import Digest, Ticket, Version, WorkerId
 from tensorhub.protocol.settings import Settings
-from tensorhub.server import Server
-from tensorhub.server.decisions import Decision
+from tensorhub.server import Server, reads, sources
 from tensorhub.server.members import Capacity, Member, Pace, is_too_slow, usual
-from tensorhub.server.rules import reads, sources
-from tensorhub.server.rules.selection import Candidate, choose_source
+from tensorhub.server.selection import Candidate, choose_source
 from tensorhub.server.state import State
 
 from .kit import candidate, hello, worker
@@ -207,9 +204,8 @@ def test_a_source_without_a_session_is_left_where_nothing_comes_from_it(brings: 
 
 
 def test_rules_that_contradict_each_other_do_not_go_round_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    def once_more(state: State, model: object, member: Member, wanted: object) -> Iterator[Decision]:
+    def once_more(state: State, model: object, member: Member, wanted: object) -> None:
         state.mark_dirty(member.worker)
-        yield from ()
 
     monkeypatch.setattr(reads, "decide_read", once_more)
     town = Town()

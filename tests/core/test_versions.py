@@ -23,9 +23,9 @@ from tensorhub.protocol.messages import (
 from tensorhub.protocol.names import Digest, ModelName, Number, ReplicaName, Shard, Ticket, Version, WorkerId
 from tensorhub.protocol.settings import Settings
 from tensorhub.server import Server
+from tensorhub.server.calls import next_version
 from tensorhub.server.groups import Replica
-from tensorhub.server.members import NOTHING, Content, Line, version_in
-from tensorhub.server.rules.calls import next_version
+from tensorhub.server.members import NOTHING, Content, LayoutKey, version_in
 from tensorhub.server.state import BLOCK, MAX_CEILING
 from tensorhub.server.versions import Model, Notary
 
@@ -52,7 +52,7 @@ def hold(found: Model, version: int, name: str = "a") -> None:
 
 
 def code_of(found: Model, version: int, root: Digest = ROOT) -> str:
-    failure = found.conflict(trainer(), Version(version), {Line(1, Shard(0)): root})
+    failure = found.conflict(trainer(), Version(version), {LayoutKey(1, Shard(0)): root})
     return failure.code if failure is not None else ""
 
 
@@ -65,7 +65,7 @@ def test_a_lower_number_is_a_conflict_for_ever() -> None:
 
 def test_content_that_agrees_in_one_shard_only_is_other_content() -> None:
     found = Model(ModelName("policy"), 2, 256)
-    first, second = Line(2, Shard(0)), Line(2, Shard(1))
+    first, second = LayoutKey(2, Shard(0)), LayoutKey(2, Shard(1))
     for shard, line in enumerate((first, second)):
         found.bind_content(worker("trainer", shard), Version(7), line, ROOT, LAYOUT)
     found.note_exists(Version(7))
@@ -80,7 +80,7 @@ def test_content_that_agrees_in_one_shard_only_is_other_content() -> None:
 def test_a_version_that_somebody_else_is_publishing_is_theirs() -> None:
     found = model()
     record = found.record(Version(7))
-    record.roots[Line(1, Shard(0))] = ROOT
+    record.roots[LayoutKey(1, Shard(0))] = ROOT
     assert code_of(found, 7, OTHER) == ""  # whoever began it gave up
     record.claims[ReplicaName("second")] = None
     assert code_of(found, 7, OTHER) == "version-conflict"
@@ -147,7 +147,7 @@ def test_whoever_waits_gets_that_version_or_a_newer_one() -> None:
 
 
 def content(buffer: Buffer, *beside: HostCopy) -> Content:
-    return Content(buffer, beside, Line(1, Shard(0)))
+    return Content(buffer, beside, LayoutKey(1, Shard(0)))
 
 
 def test_versions_that_nobody_needs_make_room_the_oldest_first() -> None:
@@ -402,7 +402,7 @@ def test_who_has_the_receipt_is_believed_whoever_is_heard_first() -> None:
         assert (left.report.buffer, left.content.buffer) == (wrong, Poisoned()), "what it said stays as it came"
         assert hear(found, "real", number=2, buffer=right, receipts={7: receipt}, layout=Digest("l")).conflict == ""
         record = found.state.models["policy"].versions[Version(7)]  # type: ignore[index]
-        assert [each.replica for each in record.holders[Line(1, Shard(0))]] == ["real"]
+        assert [each.replica for each in record.holders[LayoutKey(1, Shard(0))]] == ["real"]
 
 
 def test_a_receipt_is_for_one_content_of_one_shard() -> None:

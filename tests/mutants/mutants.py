@@ -34,7 +34,7 @@ MUTANTS = (
     ),
     Mutant(
         "a call whose read brings nothing is not looked at",
-        "                state.mark_dirty(read.reader)  # whose call may be in vain\n",
+        "            self.mark_dirty(read.reader)  # whose call may be in vain\n",
         "",
     ),
     Mutant(
@@ -54,7 +54,7 @@ MUTANTS = (
     ),
     Mutant(
         "a version exists though one of its shards may drop it already",
-        "m.stands_by(buffer.version) for m in group",
+        "m.holds_until_told(buffer.version) for m in group",
         "m.holds(buffer.version) for m in group",
     ),
     Mutant(
@@ -85,7 +85,7 @@ MUTANTS = (
     ),
     Mutant(
         "a host copy is dropped for one that cannot be kept",
-        "        if comes_first and may_keep(state, model, record, other):\n",
+        "        if comes_first and may_copy_ahead(state, model, record, other):\n",
         "        if comes_first:\n",
     ),
     Mutant(
@@ -186,7 +186,7 @@ MUTANTS = (
     Mutant("a claim is forgotten with its call", "    worker.claim = call.claim  #", "    worker.claim = None  #"),
     Mutant(
         "a claim is granted right after a restart",
-        "    if waiting is not None:\n        yield Wait(call, waiting)\n        return\n    conflict = admission",
+        "    if waiting is not None:\n        call.waiting = waiting\n        return\n    conflict = admission",
         "    conflict = admission",
     ),
     Mutant(
@@ -225,8 +225,8 @@ MUTANTS = (
     ),
     Mutant(
         "a read that was taken back counts as closed",
-        "    state.reads.take_back(read)\n",
-        "    state.reads.take_back(read)\n    state.reads.close(read.reader, read.ticket)\n",
+        "        self.reads.take_back(read)\n",
+        "        self.reads.take_back(read)\n        self.reads.close(read.reader, read.ticket)\n",
     ),
     Mutant(
         "the end of a source's lease closes the reads from it",
@@ -304,10 +304,10 @@ MUTANTS = (
     ),
     Mutant(
         "a version is established by a worker that may drop it at any moment",
-        "    if member is None or not member.keeps(version):\n        return False\n    if member.holds_on",
+        "    if member is None or not member.will_keep(version):\n        return False\n    if member.will_hold",
         "    if member is None or not facts.has_whole(state, worker, version):\n"
         "        return False\n"
-        "    if member.holds_on",
+        "    if member.will_hold",
     ),
     Mutant(
         "a worker withdraws its version before its call is resolved",
@@ -327,18 +327,18 @@ MUTANTS = (
     ),
     Mutant(
         "a new server does not learn which replica has published",
-        "member.shard, record.roots[line], publisher\n",
-        'member.shard, record.roots[line], ""\n',
+        "member.shard, record.roots[key], publisher\n",
+        'member.shard, record.roots[key], ""\n',
     ),
     Mutant(
         "a grant carries no receipt",
-        "    coming = [(read.version, None, member.line)] if read is not None else []\n",
-        "    coming: list[tuple[Version, Digest | None, Line]] = []\n",
+        "    coming = [(read.version, None, member.layout_key)] if read is not None else []\n",
+        "    coming: list[tuple[Version, Digest | None, LayoutKey]] = []\n",
     ),
     Mutant(
         "unproved content gets a receipt",
-        "if record is None or not record.exists or line not in record.proved or root",
-        "if record is None or not record.exists or line not in record.roots or root",
+        "if record is None or not record.exists or key not in record.proved or root",
+        "if record is None or not record.exists or key not in record.roots or root",
     ),
     Mutant(
         "half of an unfinished publish counts beside a finished one",
@@ -388,7 +388,7 @@ MUTANTS = (
     ),
     Mutant(
         "a conflict is told before all workers are heard",
-        "    if line in model.record(version).proved:\n        return False\n",
+        "    if key in model.record(version).proved:\n        return False\n",
         "    return False\n",
     ),
     Mutant(
@@ -433,13 +433,13 @@ MUTANTS = (
     ),
     Mutant(
         "a drained source is granted again",
-        "        return not buffer.impatient and not member.is_let_go\n",
+        "        return not buffer.impatient and not member.may_drop\n",
         "        return not buffer.impatient\n",
     ),
     Mutant(
         "a grant names content that no holder has reported",
-        "            yield from see_that_it_begins(state, model, record, member)\n        return\n",
-        "            yield from see_that_it_begins(state, model, record, member)\n"
+        "            see_that_it_begins(state, model, record, member)\n        return\n",
+        "            see_that_it_begins(state, model, record, member)\n"
         "        record.roots[member.line] = record.layouts.setdefault(member.line, member.report.layout)\n",
     ),
     Mutant(
@@ -464,7 +464,7 @@ MUTANTS = (
     ),
     Mutant(
         "a closing worker relies on a worker that may drop the version",
-        "        if member.holds(version) and member.keeps(version):\n",
+        "        if member.holds(version) and member.will_keep(version):\n",
         "        if member.holds(version):\n",
     ),
     Mutant(
@@ -474,8 +474,8 @@ MUTANTS = (
     ),
     Mutant(
         "closing workers rely on each other",
-        "        if not is_copy and not is_self and is_keeper and comes_first:\n",
-        "        if not is_copy and not is_self and is_keeper:\n",
+        "        if not is_copy and not is_self and is_to_copy_ahead and comes_first:\n",
+        "        if not is_copy and not is_self and is_to_copy_ahead:\n",
     ),
     Mutant(
         "a released host copy counts again",
@@ -565,8 +565,8 @@ MUTANTS = (
     ),
     Mutant(
         "a silent worker is granted a read",
-        "        if is_here:\n            apply.carry_out(",
-        "        if member.is_connected:\n            apply.carry_out(",
+        "        if is_here:\n            reads.decide_read(",
+        "        if member.is_connected:\n            reads.decide_read(",
     ),
     Mutant(
         "a reader of an abandoned host copy waits for its deadline",
@@ -575,7 +575,7 @@ MUTANTS = (
     ),
     Mutant(
         "two replicas of different layouts drop the established version together",
-        "    counts_all = is_other_cut and member.line.is_boxed and not has_begun and not is_half\n",
+        "    counts_all = is_other_cut and member.layout_key.is_boxed and not has_begun and not is_half\n",
         "    counts_all = False\n",
     ),
     Mutant(
@@ -638,7 +638,7 @@ MUTANTS = (
     ),
     Mutant(
         "a source that stood still is asked again for the next version",
-        "            yield CallSlow(source, state.now + state.settings.leave_s)  # there will",
+        "            source.slow_until = state.now + state.settings.leave_s  # there will",
         "            pass  # there will",
     ),
     Mutant(
@@ -714,7 +714,7 @@ MUTANTS = (
     ),
     Mutant(
         "a drain is not told of a new holder",
-        "        found.append(references_of(content.buffer.version, line))\n",
+        "        found.append(references_of(content.buffer.version, key))\n",
         "        pass\n",
     ),
     Mutant(
@@ -724,7 +724,7 @@ MUTANTS = (
     ),
     Mutant(
         "workers of another layout never take over a closing worker's version",
-        "    return Heirs(tuple([heir.member.worker for heir in best[1]]), is_across=True)\n",
+        "    return Handover(tuple([heir.member.worker for heir in best[1]]), is_across=True)\n",
         "    return its_own\n",
     ),
     Mutant(
@@ -765,12 +765,12 @@ MUTANTS = (
     ),
     Mutant(
         "each worker of a host fetches its own copy",
-        "        yield LookAgain(member, until)\n    return until is not None\n",
-        "        yield LookAgain(member, until)\n    return False\n",
+        "        state.members.wake(member, until)\n    return until is not None\n",
+        "        state.members.wake(member, until)\n    return False\n",
     ),
     Mutant(
         "workers wait for a fetch of one that fell silent",
-        "        yield LookAgain(member, until)\n    return until is not None\n",
+        "        state.members.wake(member, until)\n    return until is not None\n",
         "        pass\n    return until is not None\n",
     ),
     Mutant(
@@ -778,11 +778,11 @@ MUTANTS = (
         "    choice = choose_source(found, now=state.now)\n"
         "    if choice is not None:\n"
         "        source, reason = choice\n"
-        '        yield Give(member, record, source.worker, f"{reason}; shared"',
+        "        state.give(\n            member",
         "    choice = None\n"
         "    if choice is not None:\n"
         "        source, reason = choice\n"
-        '        yield Give(member, record, source.worker, f"{reason}; shared"',
+        "        state.give(\n            member",
     ),
     Mutant(
         "workers share host copies of other hosts",
@@ -836,13 +836,13 @@ MUTANTS = (
     ),
     Mutant(
         "a replica without all tiles counts as whole",
-        "        if cut not in self.cuts and not any(is_partial(line.layout) for line in cut):\n",
-        "        if cut not in self.cuts:\n",
+        "        if layout_set not in self.layout_sets and not any(is_partial(key.layout) for key in layout_set):\n",
+        "        if layout_set not in self.layout_sets:\n",
     ),
     Mutant(
         "content without tile digests is read across",
-        '    return line.is_boxed and is_tiled(record.roots.get(line, Digest("")))\n',
-        "    return line.is_boxed\n",
+        '    return key.is_boxed and is_tiled(record.roots.get(key, Digest("")))\n',
+        "    return key.is_boxed\n",
     ),
     Mutant(
         "a part of a read across ends only after older ones",
@@ -869,13 +869,13 @@ MUTANTS = (
     Mutant("a failed fill is taken back while it is read", " or facts.is_read_though_poisoned(buffer)", ""),
     Mutant(
         "a version in another layout does not count as kept",
-        "        if all(any(counts(state.known(worker)) for worker in record.whole[each]) for each in cut):\n"
+        "        if all(any(counts(state.known(worker)) for worker in record.whole[each]) for each in layout_set):\n"
         "            return True\n"
         "    return False\n"
         "\n"
         "\n"
         "def has_company",
-        "        if all(any(counts(state.known(worker)) for worker in record.whole[each]) for each in cut):\n"
+        "        if all(any(counts(state.known(worker)) for worker in record.whole[each]) for each in layout_set):\n"
         "            return False\n"
         "    return False\n"
         "\n"
@@ -889,8 +889,8 @@ MUTANTS = (
     ),
     Mutant(
         "a version is lost though another layout has it",
-        "        return all(any(not record.whole.get(line) for line in cut) for cut in self.known_cuts())\n",
-        "        return any(any(not record.whole.get(line) for line in cut) for cut in self.known_cuts())\n",
+        "        return all(any(not record.whole.get(key) for key in layout_set) for layout_set in self.known_layout_sets())\n",
+        "        return any(any(not record.whole.get(key) for key in layout_set) for layout_set in self.known_layout_sets())\n",
     ),
     Mutant(
         "a reader in the same site reads across as well",

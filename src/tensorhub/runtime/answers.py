@@ -14,8 +14,8 @@ from ..protocol.errors import UsageError
 from ..protocol.names import ModelName, ReplicaName, Shard, Version
 from ..protocol.status import ModelView, Status
 from ..server import Server
-from ..server.rules.calls import held_by, next_version
-from ..server.rules.layouts import cuts_of, describe
+from ..server.calls import held_by, next_version
+from ..server.layouts import cuts_of, describe
 from .questions import VersionExists, spec_of_text
 
 # --- Long polls: a question that is asked anew whenever something may have changed, until its answer is final.

@@ -175,7 +175,7 @@ class Wishes:
 T = TypeVar("T")
 
 MAX_CUTS = 3  # of one publish
-CUT_OTHERWISE = "into different tiles"  # as `server/rules/calls.py` says it
+CUT_OTHERWISE = "into different tiles"  # as `server/calls.py` says it
 
 
 living: "WeakSet[Client]" = WeakSet()  # of this process; kept alive by the loop

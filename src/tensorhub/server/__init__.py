@@ -1,14 +1,13 @@
-"""Every decision of the reference server: who lives, what exists, who reads from whom, who may change its buffer.
+"""The reference server's decisions: which workers live, which versions exist, and which worker reads from which source.
 
-Read the files in this order; each imports only what stands before it, and `tests/tidy/core_order.py` holds that.
+Read the files in this order; each imports only files that stand before it.
 
-- Tables, which know no rule: `clock`, `receipts`, `numbers`, `pace` (of a read), `roster` (who lives), `open_reads`,
-  `groups` (the calls of replicas), `catalog` (versions, and who has them), `membership` (sessions).
-- `state`: all tables and their one owner. `facts`: questions about it. `decisions`: what a rule may decide.
-- `rules/`: facts in, decisions out.
-- `apply` carries decisions out. `evidence`, `rollcall`, `intake` and `sessions`: what comes in changes the state.
-- `invariants` and `snapshot`: what must be true of the state, and its picture for people.
-- `machine`: `Server`, which takes every message in, decides for whoever is dirty, and says what is new.
+- `members` (workers, their open reads), `groups` (calls of replicas), `versions`: tables, which know no rule.
+- `state`: all tables, the clock, and the questions and changes that several rules share.
+- `layouts`, `selection`, `admission`, `retention`, `sources`: facts in, answers with their reasons out.
+- `apply`, `calls`, `reads`: steps that change the state.
+- `evidence`, `sessions`: what a report changes. `snapshot`: status and invariants.
+- `machine`: `Server`, which takes a message in, decides for each dirty worker, and returns what to send.
 """
 
 from .machine import Outbox, Server

@@ -21,7 +21,7 @@ from ..protocol.messages import (
     add_up,
 )
 from ..protocol.names import Digest, ReplicaName, Shard, Version, WorkerId, is_tiled
-from . import apply
+from . import apply, retention, selection
 from . import state as facts
 from .groups import Replica
 from .members import (
@@ -30,14 +30,13 @@ from .members import (
     WHOLE,
     Avoided,
     Content,
-    Line,
+    LayoutKey,
     Member,
     OpenRead,
     are_other_copies,
     sources_of,
     version_in,
 )
-from .rules import retention, selection
 from .state import State
 from .versions import Model, Taken, VersionRecord, are_equal, publisher_in, says_established
 
@@ -95,22 +94,22 @@ def _adopt(state: State, member: Member, across: Across) -> None:
             to_host=across.to_host,
         )
         is_void = part.source in state.reads.readers_behind(member.worker, across.version)
-        unknown = Line(0, Shard(number))
-        state.open_read(OpenRead(grant, member.worker, member.line, is_void, part=unknown))
+        unknown = LayoutKey(0, Shard(number))
+        state.open_read(OpenRead(grant, member.worker, member.layout_key, is_void, part=unknown))
 
 
 def _bind(state: State, member: Member, across: Across) -> None:
     """The first of a line to read across says what the version is in that line. All others have to say the same."""
-    model, line = state.models[member.hello.model], member.line
+    model, key = state.models[member.hello.model], member.layout_key
     record = model.record(across.version)
-    known = record.roots.get(line)
+    known = record.roots.get(key)
     if known == across.root:
         return
-    if known is None and is_tiled(across.root) and line.is_boxed:
-        record.roots[line], record.layouts[line] = across.root, member.report.layout
-        if member.crossing is not None and all(each in record.proved for each in member.crossing.cut):
-            record.proved[line] = None
-        state.mark_waiting_dirty(model, sources_of(across.version, line))
+    if known is None and is_tiled(across.root) and key.is_boxed:
+        record.roots[key], record.layouts[key] = across.root, member.report.layout
+        if member.crossing is not None and all(each in record.proved for each in member.crossing.layout_set):
+            record.proved[key] = None
+        state.mark_waiting_dirty(model, sources_of(across.version, key))
         return
     state.counters["conflicting_holders"] += 1
     for part in across.parts:
@@ -138,27 +137,27 @@ def owed(state: State, model: Model, member: Member) -> dict[int, str]:
     if not model.roll.is_over:
         return {}
     read = state.reads.current.get(member.worker)
-    coming = [(read.version, None, member.line)] if read is not None else []
-    for version, root, line in [*coming, *_held(member.content)]:
+    coming = [(read.version, None, member.layout_key)] if read is not None else []
+    for version, root, key in [*coming, *_held(member.content)]:
         record = model.versions.get(version)
-        if record is None or not record.exists or line not in record.proved or root not in (None, record.roots[line]):
+        if record is None or not record.exists or key not in record.proved or root not in (None, record.roots[key]):
             continue
         own = member.hello.replica
         if own in record.claims:
             continue  # its own publish has not ended: another one's name would speak against its siblings
         publisher = own if own in record.named else next(iter(record.named), "")
-        about = model.name, version, member.shard, record.roots[line], publisher
+        about = model.name, version, member.shard, record.roots[key], publisher
         found.setdefault(version, []).append(state.notary.content(*about, is_established=record.is_established))
     shown = member.report.receipts  # of a version that it has in two layouts it has one of the two
     return {version: each[-1] for version, each in found.items() if shown.get(version) not in each}
 
 
-def _held(content: Content) -> list[tuple[Version, Digest, Line]]:
+def _held(content: Content) -> list[tuple[Version, Digest, LayoutKey]]:
     buffer = content.buffer
     whole = [copy for copy in content.copies if copy.whole] if content.copies else []
-    found = [(copy.version, copy.root, content.line_of(copy.version, is_copy=True)) for copy in whole]
+    found = [(copy.version, copy.root, content.layout_key_of(copy.version, is_copy=True)) for copy in whole]
     if isinstance(buffer, WHOLE):
-        found.append((buffer.version, buffer.root, content.line))
+        found.append((buffer.version, buffer.root, content.layout_key))
     return found
 
 
@@ -186,23 +185,23 @@ def accepts(
     `layout` is that of a copy of tensors that were registered before. `published`: by this worker itself.
     """
     layout = layout or member.report.layout
-    record, line = model.record(version), member.line.of(layout)
+    record, key = model.record(version), member.layout_key.of(layout)
     if _is_proved(state, model, member, version, root):
         receipt = member.report.receipts[version]
-        if record.roots.get(line, root) != root and line not in record.proved:
-            record.roots[line], record.layouts[line] = root, layout
-            record.disputed[line] = None  # who counts as a holder by the other root is looked at again
-        if record.roots.get(line, root) == root:
-            _take_proof(model, record, line, receipt)
-    elif line not in record.proved and not _may_count(state, model, record, member, line, root, published=published):
+        if record.roots.get(key, root) != root and key not in record.proved:
+            record.roots[key], record.layouts[key] = root, layout
+            record.disputed[key] = None  # who counts as a holder by the other root is looked at again
+        if record.roots.get(key, root) == root:
+            _take_proof(model, record, key, receipt)
+    elif key not in record.proved and not _may_count(state, model, record, member, key, root, published=published):
         return False
-    elif line not in record.proved and record.roots.get(line, root) != root:
-        if not published and not record.claims and _is_half_only(record, line):
-            record.roots[line], record.layouts[line] = root, layout  # its reader had it from somebody who had it all
-            record.disputed[line] = None
-        elif _is_gone(state, record, member, line):
-            del record.roots[line], record.layouts[line]
-    return model.bind_content(member.worker, version, line, root, layout)
+    elif key not in record.proved and record.roots.get(key, root) != root:
+        if not published and not record.claims and _is_half_only(record, key):
+            record.roots[key], record.layouts[key] = root, layout  # its reader had it from somebody who had it all
+            record.disputed[key] = None
+        elif _is_gone(state, record, member, key):
+            del record.roots[key], record.layouts[key]
+    return model.bind_content(member.worker, version, key, root, layout)
 
 
 def _is_proved(state: State, model: Model, member: Member, version: Version, root: Digest) -> bool:
@@ -214,9 +213,9 @@ def _is_proved(state: State, model: Model, member: Member, version: Version, roo
     return are_equal(state.notary.content(*about, is_established=says_established(receipt)), receipt)
 
 
-def _take_proof(model: Model, record: VersionRecord, line: Line, receipt: str) -> None:
+def _take_proof(model: Model, record: VersionRecord, key: LayoutKey, receipt: str) -> None:
     """What the receipt says of the version, apart from its content."""
-    record.proved[line] = None
+    record.proved[key] = None
     model.note_exists(record.version)
     publisher = ReplicaName(publisher_in(receipt))
     if publisher:
@@ -229,17 +228,17 @@ def _take_proof(model: Model, record: VersionRecord, line: Line, receipt: str) -
 
 
 def _may_count(
-    state: State, model: Model, record: VersionRecord, member: Member, line: Line, root: Digest, *, published: bool
+    state: State, model: Model, record: VersionRecord, member: Member, key: LayoutKey, root: Digest, *, published: bool
 ) -> bool:
     """Nothing speaks against it where nothing proves what that shard is: no version is made of two publishes."""
     if published and not model.roll.is_over:
         return False  # whether that publish has finished is not known before all are heard
-    if _is_other_than_taken(record, line, root):
+    if _is_other_than_taken(record, key, root):
         return False
     return not published or not (
         _is_left_over(record, member)
-        or _is_of_another_try(record, member, line, root)
-        or _is_beside_another(state, model, record, member, line)
+        or _is_of_another_try(record, member, key, root)
+        or _is_beside_another(state, model, record, member, key)
     )
 
 
@@ -252,25 +251,25 @@ def _is_left_over(record: VersionRecord, member: Member) -> bool:
     return bool(record.named) and own not in record.named and own not in record.claims
 
 
-def _is_of_another_try(record: VersionRecord, member: Member, line: Line, root: Digest) -> bool:
+def _is_of_another_try(record: VersionRecord, member: Member, key: LayoutKey, root: Digest) -> bool:
     """This server has let its replica publish something else under that number, once more perhaps."""
-    return record.accepted.get(member.hello.replica, {}).get(line, root) != root
+    return record.accepted.get(member.hello.replica, {}).get(key, root) != root
 
 
-def _is_other_than_taken(record: VersionRecord, line: Line, root: Digest) -> bool:
+def _is_other_than_taken(record: VersionRecord, key: LayoutKey, root: Digest) -> bool:
     """This server took something else for that shard, and somebody has some of that version yet."""
     taken = record.taken
-    if taken is None or line in record.proved or taken.roots.get(line, root) == root:
+    if taken is None or key in record.proved or taken.roots.get(key, root) == root:
         return False
     return any(record.roots.get(each) == what and record.whole.get(each) for each, what in taken.roots.items())
 
 
-def _is_beside_another(state: State, model: Model, record: VersionRecord, member: Member, line: Line) -> bool:
+def _is_beside_another(state: State, model: Model, record: VersionRecord, member: Member, key: LayoutKey) -> bool:
     """It is half of a publish, as far as is known, beside half of another one, and nobody else has that line."""
     own = member.hello.replica
     if any(own in those for those in (record.named, record.accepted, _takers(record))):
         return False
-    if any(worker != member.worker for worker in islice(record.whole.get(line, {}), 2)):
+    if any(worker != member.worker for worker in islice(record.whole.get(key, {}), 2)):
         return False  # that has the same content, or another one
     if _made_by(state, model.replicas[own], record.version) is not None:
         return False
@@ -284,15 +283,15 @@ def _takers(record: VersionRecord) -> tuple[ReplicaName, ...]:
     return (record.taken.publisher,) if record.taken is not None else ()
 
 
-def _is_half_only(record: VersionRecord, line: Line) -> bool:
+def _is_half_only(record: VersionRecord, key: LayoutKey) -> bool:
     """Nobody has that line but who has published it, and it is not known whether any of them to the end."""
-    holders = record.whole.get(line, {})
+    holders = record.whole.get(key, {})
     known = *_takers(record), *record.accepted
     are_halves = all(each.replica in record.publishers and each.replica not in known for each in holders)
     return bool(holders) and are_halves
 
 
-def may_be_whole_yet(model: Model, replica: Replica, member: Member, version: Version, line: Line) -> bool:
+def may_be_whole_yet(model: Model, replica: Replica, member: Member, version: Version, key: LayoutKey) -> bool:
     """What the replica has published may turn out to be the version: a shard is away, or on its way to it.
 
     As long as nothing is known of that line but what others have published, and the worker does not want to leave.
@@ -300,7 +299,7 @@ def may_be_whole_yet(model: Model, replica: Replica, member: Member, version: Ve
     record, call = model.record(version), replica.call
     if member.report.closing or (record.named and replica.name not in record.named):
         return False
-    if any(worker.replica not in record.publishers for worker in record.whole.get(line, {})):
+    if any(worker.replica not in record.publishers for worker in record.whole.get(key, {})):
         return False
     is_made = call is not None and not call.is_over and (call.verb, call.version) == ("publish", version)
     return is_made or len(replica.members) < replica.shards
@@ -313,48 +312,48 @@ def take_whole(state: State, model: Model, replica: Replica, member: Member, ver
     then half of another publish is no measure for it, and a proof is. Returns whether that is news.
     """
     record, name = model.record(version), replica.name
-    if member.line.of(member.report.layout) in record.proved:
+    if member.layout_key.of(member.report.layout) in record.proved:
         return False  # as it mostly is: there may be thousands of shards
     is_known = bool(record.named) and name not in record.named
     if not model.roll.is_over or is_known or record.claims:
         return False  # a publish that goes on proves it when it ends
     made, accepted = _made_by(state, replica, version), record.accepted.get(name, {})
-    if made is None or any(line in record.proved and record.roots[line] != root for line, (root, _) in made.items()):
+    if made is None or any(key in record.proved and record.roots[key] != root for key, (root, _) in made.items()):
         return False
-    if any(accepted.get(line, root) != root for line, (root, _) in made.items()):
+    if any(accepted.get(key, root) != root for key, (root, _) in made.items()):
         return False  # a shard has it of another try
     if record.taken is not None and record.taken.publisher != name and any(record.whole.values()):
         return False  # whoever was first
-    if any(_is_other_than_taken(record, line, root) for line, (root, _) in made.items()):
+    if any(_is_other_than_taken(record, key, root) for key, (root, _) in made.items()):
         return False  # a shard has it of another try
-    record.taken = Taken(name, {line: root for line, (root, _) in made.items()})
+    record.taken = Taken(name, {key: root for key, (root, _) in made.items()})
     is_news = False
-    for line, (root, layout) in made.items():
-        if record.roots.get(line) != root:
-            record.roots[line], record.layouts[line] = root, layout
-            record.disputed[line], is_news = None, True
-    if accepted and any(line not in record.proved for line in made):
+    for key, (root, layout) in made.items():
+        if record.roots.get(key) != root:
+            record.roots[key], record.layouts[key] = root, layout
+            record.disputed[key], is_news = None, True
+    if accepted and any(key not in record.proved for key in made):
         record.note_published(made, name)
         is_news = True
     return is_news
 
 
-def _made_by(state: State, replica: Replica, version: Version) -> dict[Line, tuple[Digest, Digest]] | None:
+def _made_by(state: State, replica: Replica, version: Version) -> dict[LayoutKey, tuple[Digest, Digest]] | None:
     """By line: (root, layout) of what each shard says that it has published, and does not give up. None: not all do."""
-    found: dict[Line, tuple[Digest, Digest]] = {}
+    found: dict[LayoutKey, tuple[Digest, Digest]] = {}
     for shard in range(replica.shards):
         member = state.members.get(replica.members[Shard(shard)]) if Shard(shard) in replica.members else None
         root = _published_by(member, version) if member is not None else None
         if member is None or root is None:
             return None
-        found[member.line.of(member.report.layout)] = root, member.report.layout
+        found[member.layout_key.of(member.report.layout)] = root, member.report.layout
     return found
 
 
 def _published_by(member: Member, version: Version) -> Digest | None:
     buffer, report = member.report.buffer, member.report
     if isinstance(buffer, (Holding, Withdrawing)) and buffer.version == version and buffer.published:
-        return buffer.root if isinstance(buffer, Holding) or not member.is_let_go else None
+        return buffer.root if isinstance(buffer, Holding) or not member.may_drop else None
     for copy in report.copies:
         is_kept = copy.whole and not copy.leaving and copy.number not in member.releasing
         if copy.version == version and copy.published and is_kept and copy.layout in (NO_LAYOUT, report.layout):
@@ -362,20 +361,20 @@ def _published_by(member: Member, version: Version) -> Digest | None:
     return None
 
 
-def _has_another(state: State, record: VersionRecord, member: Member, line: Line) -> bool:
+def _has_another(state: State, record: VersionRecord, member: Member, key: LayoutKey) -> bool:
     """Somebody else has what the version is taken for, or reads that. Others may be filling with what it really is."""
     mine = [one for one in (member.report.buffer, *member.report.copies) if isinstance(one, (*WHOLE, HostCopy))]
     if len({(one.root, one.published) for one in mine if one.version == record.version}) > 1:
         return True  # it says two things of it, and may count by the other one
-    if any(worker != member.worker for worker in islice(record.whole.get(line, {}), 2)):
+    if any(worker != member.worker for worker in islice(record.whole.get(key, {}), 2)):
         return True
-    reads = [state.reads.current.get(worker) for worker in record.holders.get(line, {}) if worker != member.worker]
-    return any(each is not None and each.grant.root == record.roots[line] for each in reads)
+    reads = [state.reads.current.get(worker) for worker in record.holders.get(key, {}) if worker != member.worker]
+    return any(each is not None and each.grant.root == record.roots[key] for each in reads)
 
 
-def _is_gone(state: State, record: VersionRecord, member: Member, line: Line) -> bool:
+def _is_gone(state: State, record: VersionRecord, member: Member, key: LayoutKey) -> bool:
     """Whoever had, got or published that content is gone."""
-    return not record.claims and not _has_another(state, record, member, line)
+    return not record.claims and not _has_another(state, record, member, key)
 
 
 def take_inherited(state: State, model: Model, replica: Replica, member: Member) -> bool:
@@ -390,17 +389,17 @@ def take_inherited(state: State, model: Model, replica: Replica, member: Member)
         return False
     if not isinstance(made, Holding) or not made.published or made.version != call.resolved:
         return False
-    record, line = model.record(made.version), member.line
-    if line in record.proved:
+    record, key = model.record(made.version), member.layout_key
+    if key in record.proved:
         return False
     siblings = [state.members.get(worker) for worker in replica.members.values()]
     witnesses = [each for each in siblings if each is not None and each.report.finished == call.number]
     if any(each.former_session >= member.former_seen for each in witnesses):
         return False
-    if record.roots.get(line) != made.root:
-        record.roots[line], record.layouts[line] = made.root, member.report.layout
-        record.disputed[line] = None
-    record.note_published([line], replica.name)
+    if record.roots.get(key) != made.root:
+        record.roots[key], record.layouts[key] = made.root, member.report.layout
+        record.disputed[key] = None
+    record.note_published([key], replica.name)
     return True
 
 
@@ -409,12 +408,12 @@ def holders_in_dispute(state: State, model: Model, version: Version) -> list[tup
     record = model.versions.get(version)
     if record is None or not (record.disputed or record.is_unsettled):
         return []
-    lines, record.disputed = list(record.disputed), {}
-    members = [(line, state.known(worker)) for line in lines for worker in record.whole.get(line, {})]
+    keys, record.disputed = list(record.disputed), {}
+    members = [(key, state.known(worker)) for key in keys for worker in record.whole.get(key, {})]
     found = [
         (model.replicas[member.hello.replica], member)
-        for line, member in members
-        if any(each[::2] == (version, line) and each[1] != record.roots[line] for each in _held(member.content))
+        for key, member in members
+        if any(each[::2] == (version, key) and each[1] != record.roots[key] for each in _held(member.content))
     ]
     if record.is_unsettled:
         record.is_unsettled = False
@@ -448,7 +447,7 @@ def take_content(state: State, model: Model, replica: Replica, member: Member, b
     elif report.buffer != before.buffer or (report.call != before.call and isinstance(report.buffer, Withdrawing)):
         now, then = report.buffer, before.buffer
         if isinstance(now, Filling) and isinstance(then, Filling) and now.version == then.version:
-            member.content = Content(now, member.content.copies, member.line)  # nothing but more chunks
+            member.content = Content(now, member.content.copies, member.layout_key)  # nothing but more chunks
         else:
             judge_content(state, model, replica, member, before)
 
@@ -482,12 +481,12 @@ def judge_content(
         if take_whole(state, model, replica, member, version):
             is_news |= model.note_exists(version)
     buffer, copies = _judged_buffer(state, model, member), _judged_copies(state, model, member)
-    member.content = Content(buffer, copies, member.line)  # whether it holds on depends on its copies of now
-    if isinstance(buffer, Withdrawing) and not member.is_let_go and _holds_on(replica, member, buffer.version):
+    member.content = Content(buffer, copies, member.layout_key)  # whether it holds on depends on its copies of now
+    if isinstance(buffer, Withdrawing) and not member.may_drop and _holds_on(replica, member, buffer.version):
         buffer = Holding(buffer.version, buffer.root, buffer.published)
     if type(buffer) is not type(former.buffer) or version_in(buffer) != version_in(former.buffer):
         member.is_drained = False
-    content = member.content = Content(buffer, copies, member.line)
+    content = member.content = Content(buffer, copies, member.layout_key)
     model.move(member.worker, former, content)
     if isinstance(buffer, WHOLE) and _exists_by(state, replica, buffer):
         is_news |= model.note_exists(buffer.version)
@@ -505,7 +504,7 @@ def judge_content(
             if above.count(other.worker) < MAX_JUDGED:
                 judge_content(state, model, group, other, other.report, (*above, other.worker))
             state.mark_dirty(other.worker)
-    is_wished = _take_wishes(state, model, member, before)
+    is_wished = _take_pins(state, model, member, before)
     if report.cross_site_bytes:
         _count_cross_site(model, member, before)
     if is_wished:
@@ -540,7 +539,7 @@ def _judged_buffer(state: State, model: Model, member: Member) -> Buffer:
     if accepts(state, model, member, buffer.version, buffer.root, published=buffer.published):
         return buffer
     model.record(buffer.version).publishers.pop(member.hello.replica, None)  # it has published something else
-    if not _may_be_right(model, member, buffer.version, member.line, published=buffer.published):
+    if not _may_be_right(model, member, buffer.version, member.layout_key, published=buffer.published):
         state.counters["conflicting_holders"] += 1
         member.conflict = buffer.root
     return Poisoned()
@@ -553,16 +552,16 @@ def _published(member: Member) -> dict[Version, None]:
     return {buffer.version: None, **copied} if isinstance(buffer, WHOLE) and buffer.published else copied
 
 
-def _may_be_right(model: Model, member: Member, version: Version, line: Line, *, published: bool) -> bool:
+def _may_be_right(model: Model, member: Member, version: Version, key: LayoutKey, *, published: bool) -> bool:
     """While a restarted server hears who lives, it may still hear of a proof: it judges what differs when that is over.
 
     So it is with half of a publish beside half of another one, as long as the rest of it may come. Until then that
     counts as no content at all, and nobody is told: what a worker was told cannot be taken back.
     """
-    if line in model.record(version).proved:
+    if key in model.record(version).proved:
         return False
     replica = model.replicas[member.hello.replica]
-    if model.roll.is_over and not (published and may_be_whole_yet(model, replica, member, version, line)):
+    if model.roll.is_over and not (published and may_be_whole_yet(model, replica, member, version, key)):
         return False
     model.roll.doubted[member.worker] = None
     return True
@@ -586,7 +585,7 @@ def _holds_on(replica: Replica, member: Member, held: Version) -> bool:
     if asked is None or asked.verb not in facts.FILLS or asked.resolved is not None:
         return False
     version = replica.version_of(member.shard, asked, is_put=member.report.ended != asked.number - 1)
-    return version is None or version == held or not member.fills_itself(version)
+    return version is None or version == held or not member.can_fill_itself(version)
 
 
 def _judged_copies(state: State, model: Model, member: Member) -> tuple[HostCopy, ...]:
@@ -607,8 +606,8 @@ def _judged_copies(state: State, model: Model, member: Member) -> tuple[HostCopy
             if accepts(state, model, member, *about, published=copy.published):
                 model.note_exists(copy.version)
             else:
-                line = member.line.of(copy.layout or member.report.layout)
-                if not _may_be_right(model, member, copy.version, line, published=copy.published):
+                key = member.layout_key.of(copy.layout or member.report.layout)
+                if not _may_be_right(model, member, copy.version, key, published=copy.published):
                     state.counters["conflicting_holders"] += 1
                     member.releasing[copy.number] = None
                 copy = replace(copy, whole=False)
@@ -631,7 +630,7 @@ def _count_cross_site(model: Model, member: Member, before: Report) -> None:
             add_up(record.cross_site_bytes, member.hello.site, news, most=MAX_SITES)
 
 
-def _take_wishes(state: State, model: Model, member: Member, before: Report) -> bool:
+def _take_pins(state: State, model: Model, member: Member, before: Report) -> bool:
     """What it wants kept, and whether it wants to leave. Returns whether others may have to act on it."""
     report = member.report
     is_news = (report.pins, report.closing) != (before.pins, before.closing)
@@ -640,7 +639,7 @@ def _take_wishes(state: State, model: Model, member: Member, before: Report) -> 
     if report.closing and not before.closing:
         model.closing[member.worker] = None
         member.closing_since = state.now
-        apply.note_leaver(model, member.line)
+        apply.note_leaver(model, member.layout_key)
     return is_news
 
 
@@ -649,4 +648,4 @@ def _exists_by(state: State, replica: Replica, buffer: Holding | Withdrawing | V
     if not buffer.published:
         return True
     group = [state.members.get(worker) for worker in replica.members.values()]
-    return sum(m is not None and m.stands_by(buffer.version) for m in group) == replica.shards
+    return sum(m is not None and m.holds_until_told(buffer.version) for m in group) == replica.shards

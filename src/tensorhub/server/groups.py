@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from ..protocol.messages import Answer, CallReport, Failure, Spec, call_text
 from ..protocol.names import Digest, Number, ReplicaName, Shard, Version, WorkerId
-from .members import Cut
+from .members import LayoutSet
 
 ALL = 1 << 63  # above every number
 
@@ -79,6 +79,10 @@ class GroupCall:
             return f"{', '.join(found[:8])} with other metadata than shard {others}"
         return f"{', '.join(found[:8])} where shard {others} called {self}"
 
+    def resolve(self, version: Version) -> None:
+        """It is about that version, as this server says."""
+        self.version, self.is_resolved_here = version, True
+
     def finish(self) -> None:
         """It has ended well on all shards."""
         self.is_finished = self.is_over = True
@@ -120,7 +124,7 @@ class Replica:
     finished: int = 0  # highest position that ended well
     missed: tuple[Shard, Failure] | None = None  # who never made the call at that highest position, and why
     bereft: dict[Shard, Failure] = field(default_factory=dict)  # who came late, to a call that another could not make
-    cut: Cut | None = None  # the latest of which its shards are
+    layout_set: LayoutSet | None = None  # the latest of which its shards are
     judged: tuple[object, ...] = ()  # how far its call had come when those were judged who had withdrawn for it
     publishes: bool = False  # it has published, or wanted to: a trainer, for whom nothing is fetched ahead
 

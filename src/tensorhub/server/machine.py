@@ -23,14 +23,13 @@ from ..protocol.messages import Hello, LayoutInfo, Orders, Refusal, Report, ToSe
 from ..protocol.names import WorkerId
 from ..protocol.settings import Settings
 from ..protocol.status import Status
-from . import apply, evidence, sessions
+from . import admission, apply, calls, evidence, reads, retention, sessions
 from . import state as facts
 from .groups import GroupCall, Replica
 from .members import Member, Told
-from .rules import admission, calls, reads, retention
-from .rules.reads import interests_of
-from .rules.sources import wanted_read
+from .reads import interests_of
 from .snapshot import Steps, server_contradiction, statistics, status_of, status_steps
+from .sources import wanted_read
 from .state import Clock, Numbers, State
 from .versions import Model, Notary
 
@@ -246,15 +245,15 @@ class Server:
         state = self.state
         model, replica = state.place(member)
         if member.worker in model.roll.unwitnessed:
-            apply.carry_out(state, admission.seek_witness(state, model, member))
+            admission.seek_witness(state, model, member)
         if state.to_advance and state.to_advance.pop((model.name, replica.name), 0) is None:
             self._advance(model, replica)
         is_here = facts.is_here(state, member)
         wanted = wanted_read(state, model, replica, member) if is_here else None
         if is_here:
-            apply.carry_out(state, reads.decide_read(state, model, member, wanted))
+            reads.decide_read(state, model, member, wanted)
         model.watches.watch(member.worker, interests_of(state, model, replica, member, wanted))
-        apply.offer_keeper(state, model, member)
+        apply.offer_copy_candidate(state, model, member)
         member.settled_at = state.happened
 
     def _advance(self, model: Model, replica: Replica) -> None:
@@ -263,7 +262,7 @@ class Server:
         if call is None:
             return
         before = _progress(call)
-        apply.carry_out(state, calls.advance(state, model, replica, call))
+        calls.advance(state, model, replica, call)
         if call.is_over:
             replica.ended = max(replica.ended, call.number)
             apply.release(state, model, call, replica)

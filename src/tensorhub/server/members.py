@@ -34,17 +34,17 @@ from ..protocol.settings import Settings
 # several cuts: it is there as long as somebody has each line of one of them.
 
 
-class Line(NamedTuple):
+class LayoutKey(NamedTuple):
     """One shard of so many, cut in one way. `layout` is that of a shard with boxes, and empty for any other."""
 
     shards: int
     shard: Shard
     layout: Digest = Digest("")
 
-    def of(self, layout: Digest) -> "Line":
+    def of(self, layout: Digest) -> "LayoutKey":
         """The line of the same shard, laid out like that."""
         own = layout if is_boxed(layout) else Digest("")
-        return self if own == self.layout else Line(self.shards, self.shard, own)
+        return self if own == self.layout else LayoutKey(self.shards, self.shard, own)
 
     @property
     def is_boxed(self) -> bool:
@@ -52,13 +52,13 @@ class Line(NamedTuple):
         return bool(self.layout)
 
 
-Cut = tuple[Line, ...]  # the lines of one replica, by shard
-Place = tuple[Version, Line]
+LayoutSet = tuple[LayoutKey, ...]  # the lines of one replica, by shard
+Place = tuple[Version, LayoutKey]
 
 
-def plain_cut(shards: int) -> Cut:
+def plain_layout_set(shards: int) -> LayoutSet:
     """A replica of so many shards without boxes."""
-    return tuple(Line(shards, Shard(shard)) for shard in range(shards))
+    return tuple(LayoutKey(shards, Shard(shard)) for shard in range(shards))
 
 
 # --- How a read goes, as its reader reports it: whether anything arrives at all, and how fast.
@@ -164,7 +164,7 @@ class Content:
 
     buffer: Buffer
     copies: tuple[HostCopy, ...]
-    line: Line  # of the tensors that are registered now
+    layout_key: LayoutKey  # of the tensors that are registered now
     held: Version | None = field(init=False)  # the version all of which is in the buffer
     staying: Place | None = field(init=False)  # the same, by line, unless it wants to take that back
     kept: tuple[Version, ...] = field(init=False)  # whole, in the buffer or in a copy, and not to be taken back
@@ -173,18 +173,18 @@ class Content:
 
     def __post_init__(self) -> None:
         self.held = self.buffer.version if isinstance(self.buffer, WHOLE) else None
-        self.staying = (self.buffer.version, self.line) if isinstance(self.buffer, Holding) else None
+        self.staying = (self.buffer.version, self.layout_key) if isinstance(self.buffer, Holding) else None
         copied = tuple(copy.version for copy in self.copies if copy.whole and not copy.leaving)
         self.kept = copied if self.staying is None else (self.staying[0], *copied)
-        self.places = _places_in(self.buffer, self.copies, self.line)
+        self.places = _places_in(self.buffer, self.copies, self.layout_key)
         self.versions = {}
         for (version, _), is_whole in self.places.items():
             self.versions[version] = is_whole or self.versions.get(version, False)
 
-    def line_of(self, version: Version, *, is_copy: bool) -> Line:
+    def layout_key_of(self, version: Version, *, is_copy: bool) -> LayoutKey:
         """The line of what it has of that version in its buffer, or beside it."""
         layout = next((copy.layout for copy in self.copies if copy.version == version), NO_LAYOUT) if is_copy else ""
-        return self.line.of(Digest(layout)) if layout else self.line
+        return self.layout_key.of(Digest(layout)) if layout else self.layout_key
 
 
 @dataclass
@@ -193,9 +193,9 @@ class Staying:
 
     by_place: dict[Place, dict[WorkerId, None]] = field(default_factory=dict)
 
-    def at(self, version: Version, line: Line) -> dict[WorkerId, None]:
+    def at(self, version: Version, key: LayoutKey) -> dict[WorkerId, None]:
         """All of them."""
-        return self.by_place.get((version, line), {})
+        return self.by_place.get((version, key), {})
 
     def has_other(self, worker: WorkerId, place: Place) -> bool:
         """Somebody else stays with that, whatever this one does."""
@@ -216,12 +216,12 @@ class Staying:
             self.by_place.setdefault(after, {})[worker] = None
 
 
-def _places_in(buffer: Buffer, copies: tuple[HostCopy, ...], line: Line) -> dict[Place, bool]:
-    found = {(copy.version, line.of(copy.layout) if copy.layout else line): copy.whole for copy in copies}
+def _places_in(buffer: Buffer, copies: tuple[HostCopy, ...], key: LayoutKey) -> dict[Place, bool]:
+    found = {(copy.version, key.of(copy.layout) if copy.layout else key): copy.whole for copy in copies}
     if isinstance(buffer, WHOLE):
-        found[buffer.version, line] = True
+        found[buffer.version, key] = True
     elif isinstance(buffer, Filling):
-        found.setdefault((buffer.version, line), False)
+        found.setdefault((buffer.version, key), False)
     return found
 
 
@@ -235,7 +235,7 @@ def _kind(copy: HostCopy) -> tuple[object, ...]:
 
 
 NO_LAYOUT = Digest("")
-NOTHING = Content(Empty(), (), Line(1, Shard(0)))
+NOTHING = Content(Empty(), (), LayoutKey(1, Shard(0)))
 
 
 def version_in(buffer: Buffer | None) -> Version | None:
@@ -250,7 +250,7 @@ ROOM = 16  # former ranks that may stay
 Rank = tuple[bool, bool, WorkerId]  # smaller is better
 
 
-class Keepers:
+class CopyCandidates:
     """Whoever was offered stays until it is found to be unable, or offered with another rank."""
 
     def __init__(self) -> None:
@@ -295,7 +295,7 @@ class Keepers:
 
 
 # Something that may change: what it is, and of which version and line. Of the model as a whole where it names none.
-Topic = tuple[str, Version | None, Line | None]
+Topic = tuple[str, Version | None, LayoutKey | None]
 
 NEWS: Topic = ("news", None, None)  # which versions there are, and which of them are to be kept
 SERVICE: Topic = ("service", None, None)  # whether somebody serves a version that exists
@@ -307,14 +307,14 @@ def loss_of(version: Version) -> Topic:
     return "loss", version, None
 
 
-def sources_of(version: Version, line: Line) -> Topic:
+def sources_of(version: Version, key: LayoutKey) -> Topic:
     """From whom that line of the version may be read."""
-    return "sources", version, line
+    return "sources", version, key
 
 
-def references_of(version: Version, line: Line) -> Topic:
+def references_of(version: Version, key: LayoutKey) -> Topic:
     """Who keeps that line of the version, and who is to get it yet."""
-    return "references", version, line
+    return "references", version, key
 
 
 class Watches:
@@ -445,7 +445,7 @@ class OpenRead:
 
     grant: Grant
     reader: WorkerId
-    line: Line  # of its reader
+    layout_key: LayoutKey  # of its reader
     is_void: bool = False
     looked_at: float = inf  # when it was granted, or a better source was last looked for
     began_at: float = inf  # when it could bring something
@@ -454,7 +454,7 @@ class OpenRead:
     instead_of: WorkerId | None = None  # a slow source that was left for its own source
     must_beat: float = 0.0  # where it gets so much, that one was at fault
     shares: bool = False  # it maps the host copy of its source: there is nothing to read behind it
-    part: Line | None = None  # of its source, where that is cut in another way: one of several that its reader has
+    part: LayoutKey | None = None  # of its source, where that is cut in another way: one of several that its reader has
 
     def __post_init__(self) -> None:
         self.ticket: Ticket = self.grant.ticket
@@ -467,7 +467,9 @@ class OpenReads:
 
     def __init__(self) -> None:
         self.current: dict[WorkerId, OpenRead] = {}  # by reader: the one read that it may go on with, which is not void
-        self.parts: dict[WorkerId, dict[Line, OpenRead]] = {}  # of a read across, by reader; `current` is one of them
+        self.parts: dict[
+            WorkerId, dict[LayoutKey, OpenRead]
+        ] = {}  # of a read across, by reader; `current` is one of them
         self._of_reader: dict[WorkerId, dict[Ticket, OpenRead]] = {}
         # by reader and ticket: a worker that lies may repeat a ticket number
         self._from_source: dict[WorkerId, dict[tuple[WorkerId, Ticket], OpenRead]] = {}
@@ -602,8 +604,8 @@ class Crossing:
 
     version: Version
     to_host: bool
-    cut: Cut
-    done: dict[Line, None] = field(default_factory=dict)
+    layout_set: LayoutSet
+    done: dict[LayoutKey, None] = field(default_factory=dict)
 
 
 class Told(msgspec.Struct, frozen=True):
@@ -647,7 +649,7 @@ class Member:
     failures: int = 0  # of reads, in the present call, since one of them brought a chunk
     chunks: int = 0  # that it had in place at the last of them
     call_number: int = 0  # the call that `avoided`, `failures` and `chunks` are about
-    in_vain: int = 0  # reads that failed since a chunk came, whatever the call
+    reads_without_progress: int = 0  # reads that failed since a chunk came, whatever the call
     left: dict[WorkerId, float] = field(
         default_factory=dict
     )  # sources that were too slow, and until when to leave them alone
@@ -675,7 +677,7 @@ class Member:
     def __post_init__(self) -> None:
         self.worker: WorkerId = self.hello.worker
         self.shard: Shard = self.hello.shard
-        self.line = Line(self.hello.shards, self.shard)  # of the tensors that it has registered
+        self.layout_key = LayoutKey(self.hello.shards, self.shard)  # of the tensors that it has registered
 
     @property
     def has_lived_before(self) -> bool:
@@ -693,78 +695,71 @@ class Member:
 
     @property
     def turns_lost(self) -> int:
-        """How often it was to read for others too, and nothing came: those with fewer come first."""
-        return self.in_vain // TRIES_A_TURN
+        """How often it was elected to read, and nothing came: workers with fewer come first."""
+        return self.reads_without_progress // TRIES_A_TURN
 
     @property
     def is_full(self) -> bool:
-        """It has all of some version in its buffer."""
+        """Its buffer has all of some version."""
         return self.content.held is not None
 
     @property
-    def is_let_go(self) -> bool:
-        """It was told, by this server or one before it, that nobody reads from its buffer any more."""
+    def may_drop(self) -> bool:
+        """True once a server has told it that its buffer has no readers."""
         return self.is_drained or self.report.stops
 
     def fits(self, layout: Digest | None) -> bool:
-        """Its registered tensors are laid out like that, as far as is known."""
+        """Its registered tensors have that layout, as far as is known."""
         return bool(self.report.layout) and layout in (None, self.report.layout)
 
     def holds(self, version: Version) -> bool:
-        """All of the version is in its buffer."""
+        """Its buffer has all of the version."""
         return self.content.held == version
 
-    def holds_on(self, version: Version) -> bool:
-        """All of the version is in its buffer, and it does not want to take it back."""
+    def will_hold(self, version: Version) -> bool:
+        """Its buffer has all of the version, and does not withdraw it."""
         return self.content.staying is not None and self.content.held == version
 
-    def stays(self, version: Version) -> bool:
-        """The same, and it does not want to leave either."""
-        return self.holds_on(version) and not self.report.closing
+    def will_stay(self, version: Version) -> bool:
+        """Its buffer has all of the version, withdraws nothing, and the worker is not closing."""
+        return self.will_hold(version) and not self.report.closing
 
-    def stands_by(self, version: Version) -> bool:
-        """All of the version is in its buffer, and it was not told that it may give that up."""
+    def holds_until_told(self, version: Version) -> bool:
+        """Its buffer has all of the version, and was not told that it may drop it."""
         buffer = self.content.buffer
-        is_kept = isinstance(buffer, Holding) or (isinstance(buffer, Withdrawing) and not self.is_let_go)
+        is_kept = isinstance(buffer, Holding) or (isinstance(buffer, Withdrawing) and not self.may_drop)
         return is_kept and self.holds(version)
 
-    def keeps(self, version: Version) -> bool:
-        """It has all of the version, gives it up only when it is told that it may, and does not want to leave."""
-        return not self.report.closing and self.has_until_told(version)
-
-    def has_until_told(self, version: Version) -> bool:
-        """It has all of the version, and gives it up only when it is told that it may.
-
-        What it was once told that it may give up does not count, though it holds that again if its call should fail.
-        """
-        return self.stands_by(version) or self.has_whole_copy(version)
+    def will_keep(self, version: Version) -> bool:
+        """Its buffer or a host copy has all of the version until the server says that it may drop it."""
+        return not self.report.closing and (self.holds_until_told(version) or self.has_whole_copy(version))
 
     def copy(self, version: Version) -> HostCopy | None:
-        """Its host copy of the version, whole or not, unless that is about to go."""
+        """Its host copy of the version, whole or not, unless it is being dropped."""
         for copy in self.content.copies:
             if copy.version == version and not copy.leaving and copy.number not in self.releasing:
                 return copy
         return None
 
-    def keeps_copy(self, version: Version) -> bool:
-        """It has a host copy of the version that it was not told to drop, though it may be asking to."""
+    def has_copy(self, version: Version) -> bool:
+        """It has a host copy of the version that the server has not released, though it may want to drop it."""
         return any(copy.version == version and copy.number not in self.releasing for copy in self.content.copies)
 
-    def loses_copy(self, version: Version) -> bool:
-        """It has a host copy of the version that is about to go."""
+    def is_dropping_copy(self, version: Version) -> bool:
+        """Its only host copies of the version are being dropped."""
         return self.copy(version) is None and any(copy.version == version for copy in self.content.copies)
 
     def has_whole_copy(self, version: Version) -> bool:
         copy = self.copy(version)
         return copy is not None and copy.whole
 
-    def fills_itself(self, version: Version) -> bool:
-        """It has a whole host copy of the version, from which it fills its buffer."""
+    def can_fill_itself(self, version: Version) -> bool:
+        """It has a whole host copy of the version from which it can fill its buffer."""
         copy = self.copy(version)
         return copy is not None and copy.whole and not copy.unfit
 
     def gives_up(self, copy: HostCopy) -> bool:
-        """That host copy of its own is to go, whatever anybody else would do with it."""
+        """It drops that host copy whatever the other workers need."""
         return copy.leaving and (not copy.whole or self.report.closing)
 
     def filled(self, version: Version, *, to_host: bool) -> tuple[int, int, bool]:

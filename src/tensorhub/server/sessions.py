@@ -19,12 +19,11 @@ from ..protocol.messages import (
     TicketFailure,
 )
 from ..protocol.names import Digest, Ticket, WorkerId
-from . import apply, evidence
+from . import admission, apply, calls, evidence, reads, selection
 from . import state as facts
 from .groups import Replica
 from .members import ARRIVALS, NEWS, NOTHING, TRIES_A_TURN, Avoided, Content, Member, OpenRead, Place, Told, sources_of
-from .rules import admission, calls, reads, selection
-from .rules.sources import Wanted
+from .sources import Wanted
 from .state import State
 from .versions import Model, are_equal
 
@@ -138,7 +137,7 @@ def take_report(state: State, member: Member, report: Report, arrived: float) ->
     model, replica = state.place(member)
     former = member.content
     if report.layout != before.layout:
-        apply.note_line(state, member)
+        apply.note_layout_key(state, member)
     evidence.take_content(state, model, replica, member, before)
     note_fed(state, member, former)
     take_reads(state, member, before)
@@ -190,7 +189,7 @@ def take_reads(state: State, member: Member, before: Report) -> None:
         )
         behind = state.reads.readers_behind(worker, reading.version)
         is_void = reading.source in behind or state.reads.current.get(worker) is not None
-        state.open_read(OpenRead(grant, worker, member.line, is_void, shares=reading.shares))
+        state.open_read(OpenRead(grant, worker, member.layout_key, is_void, shares=reading.shares))
     _note_sharing(state, member)
     note_pace(state, member)
     note_call(member)
@@ -207,7 +206,7 @@ def _note_sharing(state: State, member: Member) -> None:
         if reading is not None and read.ticket == reading.ticket and read.shares:
             read.shares, member.alone_until = False, state.now + state.settings.leave_s
             state.counters["unshared"] += 1
-            state.mark_waiting_dirty(state.models[member.hello.model], sources_of(read.version, read.line))
+            state.mark_waiting_dirty(state.models[member.hello.model], sources_of(read.version, read.layout_key))
 
 
 def note_call(member: Member) -> None:
@@ -226,8 +225,8 @@ def _count_failure(state: State, reader: Member, failure: TicketFailure, reads: 
     if reader.chunks_in_place > reader.chunks:
         reader.chunks, reader.failures = reader.chunks_in_place, 0
     reader.failures += 1
-    reader.in_vain += 1
-    if reader.in_vain % TRIES_A_TURN == 0:
+    reader.reads_without_progress += 1
+    if reader.reads_without_progress % TRIES_A_TURN == 0:
         model = state.models[reader.hello.model]
         state.mark_waiting_dirty(model, NEWS)  # another one may be elected
         if model.closing and reader.told is not None and reader.told.fetch is not None:
@@ -265,13 +264,13 @@ def close_reads(state: State, member: Member, upto: Ticket | None, beside: tuple
     model = state.models[member.hello.model]
     for read in state.close_reads(member.worker, upto, beside):
         _note_one_reader_less(state, model, read)
-        state.mark_waiting_dirty(model, sources_of(read.version, read.line))  # it is behind nobody any more
+        state.mark_waiting_dirty(model, sources_of(read.version, read.layout_key))  # it is behind nobody any more
         record = model.versions.get(read.version)
         _note_ended(state, model, member, read)
         still = state.reads.current.get(member.worker)
         is_read = still is not None and still.version == read.version
-        if record is not None and not is_read and (read.version, read.line) not in member.content.places:
-            model.remove_holder(record, member.worker, read.line)
+        if record is not None and not is_read and (read.version, read.layout_key) not in member.content.places:
+            model.remove_holder(record, member.worker, read.layout_key)
 
 
 def _note_one_reader_less(state: State, model: Model, read: OpenRead) -> None:
@@ -344,7 +343,7 @@ def note_fed(state: State, source: Member, former: Content) -> None:
         is_whole = facts.is_full(source, had.version, from_host)
         if not is_whole and source.done(from_host=from_host, version=had.version) <= had.done:
             continue
-        source.in_vain = 0
+        source.reads_without_progress = 0
         for read in state.reads.from_source(source.worker):
             reader = state.members.get(read.reader)
             if reader is None or (read.version, read.grant.from_host) != (had.version, from_host):
@@ -456,10 +455,10 @@ def _take_in(state: State, model: Model, member: Member, report: Report, arrived
     read = state.reads.current.get(member.worker)
     if read is not None:
         former = member.content
-        member.content = Content(report.buffer, former.copies, member.line)
+        member.content = Content(report.buffer, former.copies, member.layout_key)
         note_fed(state, member, former)
         note_pace(state, member)
-        apply.carry_out(state, reads.decide_read(state, model, member, Wanted(read.version, False)))
+        reads.decide_read(state, model, member, Wanted(read.version, False))
     hear(state, model, member)
 
 
@@ -557,7 +556,7 @@ def begin(state: State, hello: Hello, sender: str, report: Report) -> Member:
         model.is_listening, model.keeps_established = state.is_recovering, state.settings.keep_established
         model.roll.is_over = not state.is_recovering
     if not model.replicas:
-        model.cuts = {}
+        model.layout_sets = {}
         if not report.session:  # a new job: what those before it wanted kept is over with them
             model.retain = 0
     model.shards = hello.shards
@@ -607,7 +606,7 @@ def end(state: State, member: Member, why: str) -> None:
         state.mark_concerned_dirty(model, had)
         state.mark_readers_dirty(member.worker)
         state.mark_waiting_dirty(model, ARRIVALS)
-    apply.offer_keeper(state, model, member)
+    apply.offer_copy_candidate(state, model, member)
     apply.note_changed_versions(state)  # what is lost with it is said at once, though nobody may be dirty
 
 
@@ -630,14 +629,14 @@ def _take_place(state: State, model: Model, member: Member) -> None:
     hello = member.hello
     model.take_place(member.worker, hello.site, hello.host)
     if hello.reliable:
-        apply.note_company(state, model, member.line)
-        model.reliable.setdefault(member.line, {})[member.worker] = None
+        apply.note_company(state, model, member.layout_key)
+        model.reliable.setdefault(member.layout_key, {})[member.worker] = None
 
 
 def _leave_place(state: State, model: Model, member: Member) -> None:
-    if model.reliable.get(member.line, {}).pop(member.worker, 0) is None:
-        apply.note_company(state, model, member.line)
-        apply.note_leaver(model, member.line)
+    if model.reliable.get(member.layout_key, {}).pop(member.worker, 0) is None:
+        apply.note_company(state, model, member.layout_key)
+        apply.note_leaver(model, member.layout_key)
     model.leave_place(member.worker, member.hello.site, member.hello.host)
 
 
@@ -688,14 +687,14 @@ def _note_reach(state: State, member: Member) -> None:
     state.mark_waiting_dirty(model, ARRIVALS)
     for read in state.reads.of(member.worker):
         state.mark_dirty(read.source)
-    apply.offer_keeper(state, model, member)
+    apply.offer_copy_candidate(state, model, member)
 
 
 def concerned(state: State, member: Member) -> list[Place]:
     """The versions, and of which line, for which it matters to others what becomes of the member."""
     found = dict.fromkeys(member.content.places)
-    found.update(((read.version, read.line), None) for read in state.reads.of(member.worker))
+    found.update(((read.version, read.layout_key), None) for read in state.reads.of(member.worker))
     _, replica = state.place(member)
     if replica.call is not None and replica.call.version is not None:
-        found[replica.call.version, member.line] = None
+        found[replica.call.version, member.layout_key] = None
     return list(found)

@@ -29,13 +29,13 @@ def server_contradiction(state: State) -> str | None:
                 return f"{read.reader} reads from itself in the end, ticket {read.ticket}"
     for model in state.models.values():
         for record in model.versions.values():
-            for line, holders in record.holders.items():
+            for key, holders in record.holders.items():
                 for worker in holders:
                     member = state.members.get(worker)
                     if member is None:
                         return f"{worker} counts as a holder of {record.version} and has no session"
-                    place = record.version, line
-                    is_reading = any((read.version, read.line) == place for read in state.reads.of(worker))
+                    place = record.version, key
+                    is_reading = any((read.version, read.layout_key) == place for read in state.reads.of(worker))
                     if not is_reading and place not in member.content.places:
                         return f"{worker} counts as a holder of {record.version} and says {member.report}"
         wrong = _index_contradiction(state, model) or _content_contradiction(state, model)
@@ -67,17 +67,17 @@ def _index_contradiction(state: State, model: Model) -> str | None:
             return f"{member.worker} is not kept among those of its host {member.hello.host!r}"
     if model.sites != Counter(member.hello.site for member in members):
         return f"the sites of {model.name} are kept as {dict(model.sites)}"
-    reliable = sorted((member.line, member.worker) for member in members if member.hello.reliable)
-    if reliable != sorted((line, worker) for line, those in model.reliable.items() for worker in those):
+    reliable = sorted((member.layout_key, member.worker) for member in members if member.hello.reliable)
+    if reliable != sorted((key, worker) for key, those in model.reliable.items() for worker in those):
         return f"those who count for retention are {reliable}, and kept are {model.reliable}"
     staying = sorted((place, m.worker) for m in members if (place := m.content.staying) is not None)
     if staying != sorted((place, worker) for place, those in model.staying.by_place.items() for worker in those):
         return f"those who stay with what they hold are {staying}, and kept are {model.staying.by_place}"
     for record in model.versions.values():
-        for line, holders in record.holders.items():
+        for key, holders in record.holders.items():
             idle = sorted(worker for worker in holders if worker not in model.read_from)
-            if record.idle.get(line, []) != idle:
-                return f"{idle} are idle holders of {record.version}, {record.idle.get(line)} are kept as such"
+            if record.idle.get(key, []) != idle:
+                return f"{idle} are idle holders of {record.version}, {record.idle.get(key)} are kept as such"
     return None
 
 
@@ -88,14 +88,14 @@ def _content_contradiction(state: State, model: Model) -> str | None:
             continue
         buffer, copies = member.content.buffer, member.content.copies
         whole = [
-            (copy.version, copy.root, member.content.line_of(copy.version, is_copy=True))
+            (copy.version, copy.root, member.content.layout_key_of(copy.version, is_copy=True))
             for copy in copies
             if copy.whole and not copy.leaving
         ]
         if isinstance(buffer, WHOLE):
-            whole.append((buffer.version, buffer.root, member.line))
-        for version, root, line in whole:
-            known = model.look_up(version).roots.get(line)
+            whole.append((buffer.version, buffer.root, member.layout_key))
+        for version, root, key in whole:
+            known = model.look_up(version).roots.get(key)
             if known != root:
                 return f"{member.worker} has {version} with the content {root}, and that is kept as {known}"
     return None

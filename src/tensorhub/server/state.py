@@ -5,12 +5,23 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from math import inf
 
-from ..protocol.messages import Buffer, Filling, Hello, Holding, HostCopy, LayoutInfo, Poisoned, Report, Withdrawing
+from ..protocol.messages import (
+    Buffer,
+    Filling,
+    Grant,
+    Hello,
+    Holding,
+    HostCopy,
+    LayoutInfo,
+    Poisoned,
+    Report,
+    Withdrawing,
+)
 from ..protocol.names import Digest, ModelName, Number, ReplicaName, Ticket, Version, WorkerId
 from ..protocol.settings import Settings
 from .groups import GroupCall, Replica
-from .members import WHOLE, Line, Member, Members, OpenRead, OpenReads, Place, Topic, references_of, sources_of
-from .versions import Model, Notary, are_equal
+from .members import WHOLE, LayoutKey, Member, Members, OpenRead, OpenReads, Place, Topic, references_of, sources_of
+from .versions import Model, Notary, VersionRecord, are_equal
 
 # --- The time awake: the caller's clock, less the time for which the server stood still.
 #
@@ -163,6 +174,79 @@ class State:
         self.reads.add(read)
         self._note_load(read.source)
 
+    def give(
+        self,
+        reader: Member,
+        record: VersionRecord,
+        source: WorkerId,
+        reason: str,
+        *,
+        from_host: bool,
+        to_host: bool,
+        instead_of: WorkerId | None = None,
+        must_beat: float = 0.0,
+        is_stuck: bool = False,
+        counted_as: str = "",
+        shares: bool = False,
+        part: LayoutKey | None = None,
+    ) -> None:
+        """Let the reader read the version from that source, for that reason.
+
+        `instead_of`: a slow source that is left for its own source, which gets `must_beat` where it was at fault.
+        `shares`: the memory of a host copy, rather than to make another. `part`: of the source, of a read across.
+        """
+        its = self.known(source).hello
+        grant = Grant(
+            ticket=Ticket(self.next_number()),
+            version=record.version,
+            root=record.roots[part or reader.layout_key],
+            source=source,
+            endpoints=its.endpoints,
+            reason=reason,
+            from_host=from_host,
+            to_host=to_host,
+            is_cross_site=its.site != reader.hello.site,
+            shares=shares,
+            parts=0 if part is None or reader.crossing is None else len(reader.crossing.layout_set),
+        )
+        done, chunks, _ = reader.filled(record.version, to_host=to_host)
+        read = OpenRead(grant, reader.worker, reader.layout_key, looked_at=self.now, began_at=self.now)
+        read.had, read.shares, read.part = done / max(chunks, done, 1), shares, part
+        read.instead_of, read.must_beat, read.pace.is_stuck = instead_of, must_beat, is_stuck
+        model = self.models[reader.hello.model]
+        self.open_read(read)
+        model.add_holder(record, reader.worker, reader.layout_key)  # others may read behind it from now on
+        self.counters["grants"] += 1
+        if counted_as:
+            self.counters[counted_as] += 1
+        self.mark_waiting_dirty(model, sources_of(record.version, reader.layout_key))
+
+    def take_back(self, read: OpenRead) -> None:
+        """The read is void: its reader gets another source, or none."""
+        self.reads.take_back(read)
+        self.mark_dirty(read.reader)
+        self.mark_readers_dirty(read.reader)
+        if read.grant.to_host:  # others of its host may have waited for what it fetched
+            self.mark_waiting_dirty(self.models[read.reader.model], sources_of(read.version, read.layout_key))
+
+    def leave(self, reader: Member, read: OpenRead, *, may_move_at: float) -> None:
+        """The reader leaves the source of this read, which is too slow, and does not move again before that time."""
+        until = self.now + self.settings.leave_s
+        reader.may_move_at = may_move_at
+        reader.moves += 1
+        reader.left = {worker: spared for worker, spared in reader.left.items() if spared > self.now}
+        reader.left[read.source] = until
+        source = self.members.get(read.source)
+        if source is not None:
+            source.slow_until = until
+
+    def call_stuck(self, read: OpenRead, *, is_stuck: bool = True) -> None:
+        """The read is slow and no other source would help: readers behind it need not wait. Or that is over."""
+        if is_stuck and not read.pace.is_stuck:
+            self.mark_dirty(read.reader)  # whose call may be in vain
+            self.mark_readers_dirty(read.reader)
+        read.pace.is_stuck = is_stuck
+
     def close_reads(self, reader: WorkerId, upto: Ticket | None, beside: Collection[Ticket] = ()) -> list[OpenRead]:
         """The reader's reads up to that ticket (None: all of them) are over, and those. Returns them."""
         over = self.reads.close(reader, upto, beside)
@@ -208,8 +292,8 @@ class State:
 
     def mark_concerned_dirty(self, model: Model, places: Iterable[Place]) -> None:
         """What some member has there, or whether it can be reached, is not what it was."""
-        for version, line in places:
-            self.mark_waiting_dirty(model, sources_of(version, line), references_of(version, line))
+        for version, key in places:
+            self.mark_waiting_dirty(model, sources_of(version, key), references_of(version, key))
 
     def mark_readers_dirty(self, source: WorkerId) -> None:
         """Those who read from it may need another source."""
@@ -282,11 +366,11 @@ def is_undecided_there(state: State, source: Member, version: Version, from_host
         return False
     if from_host:
         reported = any(c.version == version and c.whole and not c.leaving for c in source.report.copies)
-        return reported and source.keeps_copy(version)
+        return reported and source.has_copy(version)
     buffer = source.report.buffer
     if source.holds(version) or not isinstance(buffer, (Holding, Withdrawing)) or buffer.version != version:
         return False
-    return isinstance(buffer, Holding) or not (buffer.impatient or source.is_let_go)
+    return isinstance(buffer, Holding) or not (buffer.impatient or source.may_drop)
 
 
 def is_wished(state: State, model: Model, member: Member, version: Version) -> bool:
@@ -310,11 +394,11 @@ def may_have(state: State, member: Member, version: Version) -> bool:
     return is_undecided(state, member) and version in had
 
 
-def members_of(state: State, model: Model, line: Line) -> Iterator[Member]:
+def members_of(state: State, model: Model, key: LayoutKey) -> Iterator[Member]:
     """The living members of that line, one of each replica."""
     for replica in model.replicas.values():
-        member = state.members.get(replica.members[line.shard]) if line.shard in replica.members else None
-        if member is not None and member.line == line:
+        member = state.members.get(replica.members[key.shard]) if key.shard in replica.members else None
+        if member is not None and member.layout_key == key:
             yield member
 
 
@@ -338,12 +422,12 @@ def serves(state: State, source: WorkerId, version: Version, from_host: bool) ->
         return True
     if from_host:
         is_about_to = _is_granted(state, source, version, to_host=True)
-        return member.keeps_copy(version) or (is_about_to and not member.loses_copy(version))
+        return member.has_copy(version) or (is_about_to and not member.is_dropping_copy(version))
     buffer = member.content.buffer
     if isinstance(buffer, (Holding, Filling)) and buffer.version == version:
         return True
     if isinstance(buffer, Withdrawing) and buffer.version == version:
-        return not buffer.impatient and not member.is_let_go
+        return not buffer.impatient and not member.may_drop
     if isinstance(buffer, Filling):
         return False
     return _is_granted(state, source, version, to_host=False)  # it fills the buffer with it next
@@ -366,16 +450,16 @@ def has_whole(state: State, worker: WorkerId, version: Version) -> bool:
     return member is not None and (member.holds(version) or member.has_whole_copy(version))
 
 
-def holds_on(state: State, worker: WorkerId, version: Version) -> bool:
+def will_hold(state: State, worker: WorkerId, version: Version) -> bool:
     """It is there, and has the version in its buffer, which it does not want to take back."""
     member = state.members.get(worker)
-    return member is not None and member.holds_on(version)
+    return member is not None and member.will_hold(version)
 
 
-def roots_of(state: State, replica: Replica, call: GroupCall) -> dict[Line, Digest]:
+def roots_of(state: State, replica: Replica, call: GroupCall) -> dict[LayoutKey, Digest]:
     """What those who have come to a publish bring, by line."""
     members = [state.members.get(worker) for worker in replica.members.values()]
-    return {m.line: call.arrived[m.shard] for m in members if m is not None and m.shard in call.arrived}
+    return {m.layout_key: call.arrived[m.shard] for m in members if m is not None and m.shard in call.arrived}
 
 
 def wanted_version(replica: Replica, member: Member) -> Version | None:

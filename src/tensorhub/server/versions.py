@@ -13,7 +13,17 @@ from ..protocol.errors import HIGHER
 from ..protocol.messages import MAX_FIRST_VERSION, MAX_VERSION_JUMP, Failure, Spec, parse_spec, steps_back
 from ..protocol.names import Digest, ModelName, Number, ReplicaName, Shard, Version, WorkerId, is_partial
 from .groups import Replica
-from .members import Content, Cut, Keepers, Line, Place, Roll, Staying, Watches, plain_cut
+from .members import (
+    Content,
+    CopyCandidates,
+    LayoutKey,
+    LayoutSet,
+    Place,
+    Roll,
+    Staying,
+    Watches,
+    plain_layout_set,
+)
 
 # --- Receipts: what a reference server has said, in a form that a later life of it recognises.
 #
@@ -115,7 +125,7 @@ class Taken(NamedTuple):
     """What all shards of a replica said that they have published, and what the version was taken for by that."""
 
     publisher: ReplicaName
-    roots: dict[Line, Digest]
+    roots: dict[LayoutKey, Digest]
 
 
 @dataclass
@@ -124,21 +134,23 @@ class VersionRecord:
 
     version: Version
     exists: bool = False
-    roots: dict[Line, Digest] = field(default_factory=dict)
-    layouts: dict[Line, Digest] = field(default_factory=dict)
-    holders: dict[Line, dict[WorkerId, None]] = field(default_factory=dict)  # holding, withdrawing or filling
-    whole: dict[Line, dict[WorkerId, None]] = field(default_factory=dict)  # holders that have all of it
-    idle: dict[Line, list[WorkerId]] = field(default_factory=dict)  # holders from whom nobody reads, by name
+    roots: dict[LayoutKey, Digest] = field(default_factory=dict)
+    layouts: dict[LayoutKey, Digest] = field(default_factory=dict)
+    holders: dict[LayoutKey, dict[WorkerId, None]] = field(default_factory=dict)  # holding, withdrawing or filling
+    whole: dict[LayoutKey, dict[WorkerId, None]] = field(default_factory=dict)  # holders that have all of it
+    idle: dict[LayoutKey, list[WorkerId]] = field(default_factory=dict)  # holders from whom nobody reads, by name
     refused: dict[WorkerId, float] = field(default_factory=dict)  # sources of wrong bytes, and until when that counts
     publishers: dict[ReplicaName, None] = field(default_factory=dict)  # replicas that have published it, or half of it
-    proved: dict[Line, None] = field(default_factory=dict)  # shown by a receipt, or seen by this server
+    proved: dict[LayoutKey, None] = field(default_factory=dict)  # shown by a receipt, or seen by this server
     named: dict[ReplicaName, None] = field(default_factory=dict)  # those of them that are known to have ended that well
     is_unsettled: bool = False  # one more is named: whose publish never finished is looked at again
-    disputed: dict[Line, None] = field(default_factory=dict)  # found to have other content than was believed
-    keepers: dict[Line, Keepers] = field(default_factory=dict)  # who could make a host copy of it ahead of need
+    disputed: dict[LayoutKey, None] = field(default_factory=dict)  # found to have other content than was believed
+    copy_candidates: dict[LayoutKey, CopyCandidates] = field(
+        default_factory=dict
+    )  # who could make a host copy of it ahead of need
     is_established: bool = False  # each shard has been whole outside its publishers
     claims: dict[ReplicaName, None] = field(default_factory=dict)  # replicas whose publish of it has not ended
-    accepted: dict[ReplicaName, dict[Line, Digest]] = field(
+    accepted: dict[ReplicaName, dict[LayoutKey, Digest]] = field(
         default_factory=dict
     )  # those that this server has let publish it, and what content
     taken: Taken | None = None  # the measure of what nothing proves, as long as somebody has any of it
@@ -152,9 +164,9 @@ class VersionRecord:
     def is_idle(self) -> bool:
         return not self.claims and not self.promised and not any(self.holders.values())
 
-    def note_published(self, lines: Iterable[Line], by: ReplicaName) -> None:
+    def note_published(self, keys: Iterable[LayoutKey], by: ReplicaName) -> None:
         """That replica has published it to the end: what these lines are is proved by that."""
-        self.proved.update(dict.fromkeys(lines))
+        self.proved.update(dict.fromkeys(keys))
         self.note_named(by)
 
     def note_named(self, publisher: ReplicaName) -> None:
@@ -197,7 +209,7 @@ class Model:
     name: ModelName
     shards: int  # of the replica that came last
     most_versions: int
-    cuts: dict[Cut, None] = field(default_factory=dict)  # in which its replicas are, or were
+    layout_sets: dict[LayoutSet, None] = field(default_factory=dict)  # in which its replicas are, or were
     replicas: dict[ReplicaName, Replica] = field(default_factory=dict)
     versions: dict[Version, VersionRecord] = field(default_factory=dict)
     newest: Version | None = None  # the newest that exists or existed
@@ -209,7 +221,7 @@ class Model:
     closing: dict[WorkerId, None] = field(default_factory=dict)  # members that want to leave
     sites: Counter[str] = field(default_factory=Counter)  # members by site
     hosts: dict[str, dict[WorkerId, None]] = field(default_factory=dict)  # the members of each host
-    reliable: dict[Line, dict[WorkerId, None]] = field(default_factory=dict)  # members that count for retention
+    reliable: dict[LayoutKey, dict[WorkerId, None]] = field(default_factory=dict)  # members that count for retention
     staying: Staying = field(default_factory=Staying)  # who holds what, and does not take it back
     watches: Watches = field(default_factory=Watches)  # who waits for what
     changed: dict[Version, None] = field(default_factory=dict)  # versions of which somebody has got or lost all
@@ -254,16 +266,16 @@ class Model:
         self.newest = version if self.newest is None else max(self.newest, version)
         return is_news
 
-    def bind_content(self, worker: WorkerId, version: Version, line: Line, root: Digest, layout: Digest) -> bool:
+    def bind_content(self, worker: WorkerId, version: Version, key: LayoutKey, root: Digest, layout: Digest) -> bool:
         """The worker has the version with this content. False: the version's content is another one.
 
         It counts as a holder at once: what it has beside that may take the room of a version that nobody needs.
         """
         record = self.record(version)
-        if record.roots.setdefault(line, root) != root:
+        if record.roots.setdefault(key, root) != root:
             return False
-        record.layouts.setdefault(line, layout)
-        self.add_holder(record, worker, line)
+        record.layouts.setdefault(key, layout)
+        self.add_holder(record, worker, key)
         return True
 
     def move(self, worker: WorkerId, old: Content, new: Content) -> None:
@@ -274,22 +286,22 @@ class Model:
                 self.changed[version] = None  # who was leaving stays after all, or has a copy now
         before, after = old.places, new.places
         for place in before:
-            version, line = place
+            version, key = place
             record = self.versions.get(version)
             if record is None:
                 continue
             if place not in after:
-                self.remove_holder(record, worker, line)
-            if not after.get(place) and worker in record.whole.get(line, {}):
-                del record.whole[line][worker]
+                self.remove_holder(record, worker, key)
+            if not after.get(place) and worker in record.whole.get(key, {}):
+                del record.whole[key][worker]
                 record.last_holder = str(worker)
-                self._note_whole(record, is_turn=not record.whole[line])
+                self._note_whole(record, is_turn=not record.whole[key])
         for place, is_whole in after.items():
-            version, line = place
+            version, key = place
             record = self.record(version)
             if place not in before:
-                self.add_holder(record, worker, line)
-            whole = record.whole.setdefault(line, {})
+                self.add_holder(record, worker, key)
+            whole = record.whole.setdefault(key, {})
             if is_whole and worker not in whole:
                 whole[worker] = None
                 self._note_whole(record, is_turn=len(whole) == 1)
@@ -312,33 +324,33 @@ class Model:
         self._changes += 1
         for version in self._ascending:
             if version < record.version:
-                self.versions[version].keepers = {}
+                self.versions[version].copy_candidates = {}
 
-    def add_holder(self, record: VersionRecord, worker: WorkerId, line: Line) -> None:
+    def add_holder(self, record: VersionRecord, worker: WorkerId, key: LayoutKey) -> None:
         """The worker has some of the version in that line, or is about to."""
-        holders = record.holders.setdefault(line, {})
+        holders = record.holders.setdefault(key, {})
         if worker not in holders:
             holders[worker] = None
-            self._held.setdefault(worker, {})[record.version, line] = None
+            self._held.setdefault(worker, {})[record.version, key] = None
             if worker not in self.read_from:
-                insort(record.idle.setdefault(line, []), worker)
+                insort(record.idle.setdefault(key, []), worker)
 
-    def remove_holder(self, record: VersionRecord, worker: WorkerId, line: Line) -> None:
+    def remove_holder(self, record: VersionRecord, worker: WorkerId, key: LayoutKey) -> None:
         """It has nothing of the version in that line any more."""
-        holders = record.holders.get(line, {})
+        holders = record.holders.get(key, {})
         if worker in holders:
             del holders[worker]
             record.refused.pop(worker, None)
-            _remove(self._held, worker, (record.version, line))
+            _remove(self._held, worker, (record.version, key))
             if worker not in self.read_from:
-                _take_out(record.idle[line], worker)
+                _take_out(record.idle[key], worker)
 
     def note_load(self, worker: WorkerId, load: int) -> None:
         """So many reads are open on what the worker has."""
         if (load > 0) == (worker in self.read_from):
             return
-        for version, line in self._held.get(worker, ()):
-            idle = self.versions[version].idle.setdefault(line, [])
+        for version, key in self._held.get(worker, ()):
+            idle = self.versions[version].idle.setdefault(key, [])
             if load:
                 _take_out(idle, worker)
             else:
@@ -348,22 +360,22 @@ class Model:
         else:
             del self.read_from[worker]
 
-    def note_cut(self, cut: Cut) -> None:
+    def note_layout_set(self, layout_set: LayoutSet) -> None:
         """A replica is cut like that. One that leaves some of the model out has no version whole."""
-        if cut not in self.cuts and not any(is_partial(line.layout) for line in cut):
-            self.cuts[cut] = None
+        if layout_set not in self.layout_sets and not any(is_partial(key.layout) for key in layout_set):
+            self.layout_sets[layout_set] = None
             self._changes += 1
             self.changed.update(dict.fromkeys(self.versions))
 
-    def known_cuts(self) -> Collection[Cut]:
+    def known_layout_sets(self) -> Collection[LayoutSet]:
         """The cuts in which a version may be had; while nothing is known of any, the plain one."""
-        return self.cuts or (plain_cut(self.shards),)
+        return self.layout_sets or (plain_layout_set(self.shards),)
 
     def is_lost(self, record: VersionRecord) -> bool:
         """Of each of its cuts there is a line that nobody has whole who could still come back."""
         if self.is_listening or not record.exists:
             return False
-        return all(any(not record.whole.get(line) for line in cut) for cut in self.known_cuts())
+        return all(any(not record.whole.get(key) for key in layout_set) for layout_set in self.known_layout_sets())
 
     def news_of_losses(self) -> tuple[list[Version], list[Version]]:
         """(versions that are lost and were not said to be, versions that are back since)."""
@@ -394,7 +406,7 @@ class Model:
 
     def available(self) -> tuple[Version, ...]:
         """The versions that exist and are not lost, newest first."""
-        key = self._changes, self.is_listening, len(self.cuts), self.shards
+        key = self._changes, self.is_listening, len(self.layout_sets), self.shards
         if self._known is None or self._known.key != key:
             existing = tuple(version for version in reversed(self._ascending) if self.versions[version].exists)
             found = tuple(version for version in existing if not self.is_lost(self.versions[version]))
@@ -494,8 +506,8 @@ class Model:
 
     def loss(self, record: VersionRecord) -> Failure:
         """The error of whoever wants a lost version."""
-        missing = [[line for line in cut if not record.whole.get(line)] for cut in self.known_cuts()]
-        shards = [str(line.shard) for line in min(missing, key=len)]
+        missing = [[key for key in layout_set if not record.whole.get(key)] for layout_set in self.known_layout_sets()]
+        shards = [str(key.shard) for key in min(missing, key=len)]
         last = f"; {record.last_holder} held it last" if record.last_holder else ""
         text = f"version {record.version} of {self.name} is lost: nobody holds shard {', '.join(shards[:8])}{last}"
         instead = ", or publish it" if self.latest is None else f", or replicate version {self.latest}"
@@ -524,7 +536,7 @@ class Model:
         hint = "count steps, samples, tokens or milliseconds; another model name begins with numbers of its own"
         return Failure("version-conflict", text, f"publish at most {self.highest_next}: {hint}")
 
-    def conflict(self, replica: Replica, version: Version, roots: dict[Line, Digest]) -> Failure | None:
+    def conflict(self, replica: Replica, version: Version, roots: dict[LayoutKey, Digest]) -> Failure | None:
         """Why the replica may not publish this content under this number, or None."""
         name, record = f"version {version} of {self.name}", self.versions.get(version)
         is_same = record is not None and is_same_content(record.roots, roots)
@@ -545,9 +557,9 @@ class Model:
         return None
 
 
-def is_same_content(known: dict[Line, Digest], roots: dict[Line, Digest]) -> bool:
+def is_same_content(known: dict[LayoutKey, Digest], roots: dict[LayoutKey, Digest]) -> bool:
     """That is the version, cut in a way in which it is known."""
-    return all(known.get(line) == root for line, root in roots.items())
+    return all(known.get(key) == root for key, root in roots.items())
 
 
 def _take_out(ascending: list[WorkerId], worker: WorkerId) -> None:

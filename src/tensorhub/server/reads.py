@@ -1,21 +1,21 @@
 """Rules: permission to read, reads across layouts, and when a source is drained."""
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Mapping
 from math import inf
 from typing import NamedTuple
 
-from ...protocol.messages import Holding, Poisoned, Withdrawing
-from ...protocol.names import Version
-from .. import state as facts
-from ..decisions import CallStuck, Cross, Decision, Give, Leave, LookAgain, TakeBack
-from ..groups import Replica
-from ..members import (
+from ..protocol.messages import Holding, Poisoned, Withdrawing
+from ..protocol.names import Version
+from . import admission, layouts, retention, selection, sources
+from . import state as facts
+from .groups import Replica
+from .members import (
     ARRIVALS,
     NEWS,
     SERVICE,
     Crossing,
-    Cut,
-    Line,
+    LayoutKey,
+    LayoutSet,
     Member,
     OpenRead,
     Topic,
@@ -23,11 +23,10 @@ from ..members import (
     references_of,
     sources_of,
 )
-from ..state import State
-from ..versions import Model, VersionRecord
-from . import admission, layouts, retention, selection, sources
 from .selection import Candidate, choose_source
 from .sources import Wanted
+from .state import State
+from .versions import Model, VersionRecord
 
 # --- When a worker may change its buffer: nobody reads from it any more, and nobody was promised what only it has.
 
@@ -79,7 +78,7 @@ def _has_readers(state: State, source: Member, version: Version) -> bool:
 
 def is_last_holder(state: State, model: Model, record: VersionRecord, leaver: Member) -> bool:
     """Nobody else holds this line of the version whole and stays, nor all lines of another cut."""
-    for worker in record.holders.get(leaver.line, {}):
+    for worker in record.holders.get(leaver.layout_key, {}):
         member = state.members.get(worker)
         if member is None:
             continue
@@ -88,21 +87,21 @@ def is_last_holder(state: State, model: Model, record: VersionRecord, leaver: Me
             return False
 
     def counts(member: Member) -> bool:
-        return member is not leaver and (member.stays(record.version) or member.has_whole_copy(record.version))
+        return member is not leaver and (member.will_stay(record.version) or member.has_whole_copy(record.version))
 
-    return not layouts.by_another_cut(state, model, record, leaver.line, counts)
+    return not layouts.is_in_another_layout(state, model, record, leaver.layout_key, counts)
 
 
 def is_awaited(state: State, model: Model, record: VersionRecord, leaver: Member) -> bool:
     """A replica was promised the version, and a worker of it that could read it here has not got it yet."""
-    is_for_all = layouts.is_readable(record, leaver.line)
+    is_for_all = layouts.is_readable(record, leaver.layout_key)
     for name in record.promised:
         replica = model.replicas.get(name)
         for worker in replica.members.values() if replica is not None else ():
             member = state.members.get(worker)
             if member is None or not member.is_connected or member.worker == leaver.worker:
                 continue
-            is_reader = member.line == leaver.line or (is_for_all and member.line.is_boxed)
+            is_reader = member.layout_key == leaver.layout_key or (is_for_all and member.layout_key.is_boxed)
             if is_reader and not member.holds(record.version):
                 return True
     return False
@@ -137,88 +136,95 @@ def set_out(
     member: Member,
     *,
     to_host: bool,
-    other_than: Cut | None = None,
-) -> Generator[Decision, None, bool]:
+    other_than: LayoutSet | None = None,
+) -> bool:
     """Let it read out of another cut, if it is the one of its line and site to do so. Not out of `other_than`."""
-    if not layouts.can_cross(record, member.line):
+    if not layouts.can_cross(record, member.layout_key):
         return False
     if not _is_elected(state, model, record, member):
-        yield from see_that_it_begins(state, model, record, member)
+        see_that_it_begins(state, model, record, member)
         return False
     if _is_about_to_end(member, record, to_host):
         return True
-    best: tuple[tuple[object, ...], Cut, list[Choice]] | None = None
-    for number, cut in enumerate(layouts.cuts_to_read(model, record, member.line)):
-        found = [_choose(state, model, record, member, line) for line in cut]
+    best: tuple[tuple[object, ...], LayoutSet, list[Choice]] | None = None
+    for number, layout_set in enumerate(layouts.readable_layout_sets(model, record, member.layout_key)):
+        found = [_choose(state, model, record, member, key) for key in layout_set]
         chosen = [choice for choice in found if choice is not None]
-        if len(chosen) == len(cut) and cut != other_than:
+        if len(chosen) == len(layout_set) and layout_set != other_than:
             rank = (*_rank(chosen), number)
-            best = (rank, cut, chosen) if best is None or rank < best[0] else best
+            best = (rank, layout_set, chosen) if best is None or rank < best[0] else best
     if best is None:
-        yield from _wait(state, model, record, member)
+        _wait(state, model, record, member)
         return False
-    _, cut, chosen = best
-    yield Cross(member, record.version, to_host, cut)
-    for line, choice in zip(cut, chosen, strict=True):
-        yield _part(record, member, line, choice, to_host=to_host)
+    _, layout_set, chosen = best
+    member.crossing = Crossing(record.version, to_host, layout_set)
+    for key, choice in zip(layout_set, chosen, strict=True):
+        _give_part(state, record, member, key, choice, to_host=to_host)
     return True
 
 
 def instead_of(
     state: State, model: Model, record: VersionRecord, member: Member, read: OpenRead, *, is_in_need: bool = False
-) -> Generator[Decision, None, bool]:
+) -> bool:
     """Its source is too slow, and no other one of its line would do better: let it read out of another cut.
 
     `is_in_need`: nothing will come from its source. Also from such as are slow, or want to leave the version.
     """
-    if not layouts.can_cross(record, member.line) or not _is_elected(state, model, record, member):
+    if not layouts.can_cross(record, member.layout_key) or not _is_elected(state, model, record, member):
         return False
 
-    def would_do(line: Line) -> bool:
-        return _would_do(_choose(state, model, record, member, line), is_in_need=is_in_need)
+    def would_do(key: LayoutKey) -> bool:
+        return _would_do(_choose(state, model, record, member, key), is_in_need=is_in_need)
 
-    if not any(all(would_do(line) for line in cut) for cut in layouts.cuts_to_read(model, record, member.line)):
+    if not any(
+        all(would_do(key) for key in layout_set)
+        for layout_set in layouts.readable_layout_sets(model, record, member.layout_key)
+    ):
         return False
     if not selection.is_paused(state, read):  # one that does something else was not slow
-        yield Leave(member, read, state.now + selection.pace_window_s(state))
-    yield TakeBack(read)
-    return (yield from set_out(state, model, record, member, to_host=read.grant.to_host))
+        state.leave(member, read, may_move_at=state.now + selection.pace_window_s(state))
+    state.take_back(read)
+    return set_out(state, model, record, member, to_host=read.grant.to_host)
 
 
-def keep_up(state: State, model: Model, record: VersionRecord, member: Member, wanted: Wanted) -> Iterator[Decision]:
+def keep_up(state: State, model: Model, record: VersionRecord, member: Member, wanted: Wanted) -> None:
     """It reads across: see that each line has a source, or has brought all."""
     plan = _plan(member, wanted)
     if plan is None:
         if model.roll.is_over:  # granted before a restart, out of a cut that nobody remembers
-            yield from take_back(state, member)
-            yield from set_out(state, model, record, member, to_host=wanted.to_host)
+            take_back(state, member)
+            set_out(state, model, record, member, to_host=wanted.to_host)
         return
-    for line in plan.cut:
-        if line not in plan.done:
-            part = state.reads.parts.get(member.worker, {}).get(line)
-            yield from _keep_part(state, model, record, member, line, part, to_host=wanted.to_host)
+    for key in plan.layout_set:
+        if key not in plan.done:
+            part = state.reads.parts.get(member.worker, {}).get(key)
+            _keep_part(state, model, record, member, key, part, to_host=wanted.to_host)
     parts = dict(state.reads.parts.get(member.worker, {}))
     if not _is_short(state, plan, parts):
         return
-    is_missing = any(line not in plan.done and line not in parts for line in plan.cut)
+    is_missing = any(key not in plan.done and key not in parts for key in plan.layout_set)
 
-    def would_do(line: Line) -> bool:
-        choice = _choose(state, model, record, member, line)
+    def would_do(key: LayoutKey) -> bool:
+        choice = _choose(state, model, record, member, key)
         return choice is not None and (is_missing or _would_do(choice, is_in_need=True))
 
-    others = [cut for cut in layouts.cuts_to_read(model, record, member.line) if cut != plan.cut]
-    if any(all(map(would_do, cut)) for cut in others):
+    others = [
+        layout_set
+        for layout_set in layouts.readable_layout_sets(model, record, member.layout_key)
+        if layout_set != plan.layout_set
+    ]
+    if any(all(map(would_do, layout_set)) for layout_set in others):
         for part in parts.values():
             if selection.brings_nothing(state, part):
-                yield Leave(member, part, state.now + selection.pace_window_s(state))
-        yield from take_back(state, member)
-        yield from set_out(state, model, record, member, to_host=wanted.to_host, other_than=plan.cut)
+                state.leave(member, part, may_move_at=state.now + selection.pace_window_s(state))
+        take_back(state, member)
+        set_out(state, model, record, member, to_host=wanted.to_host, other_than=plan.layout_set)
 
 
-def take_back(state: State, member: Member) -> Iterator[Decision]:
+def take_back(state: State, member: Member) -> None:
     """It may go on with nothing that it reads."""
     for read in state.reads.going_on(member.worker):
-        yield TakeBack(read)
+        state.take_back(read)
 
 
 def is_short(state: State, member: Member) -> bool:
@@ -227,8 +233,8 @@ def is_short(state: State, member: Member) -> bool:
     return plan is not None and parts is not None and _is_short(state, plan, parts)
 
 
-def _is_short(state: State, plan: Crossing, parts: Mapping[Line, OpenRead]) -> bool:
-    needed = [parts.get(line) for line in plan.cut if line not in plan.done]
+def _is_short(state: State, plan: Crossing, parts: Mapping[LayoutKey, OpenRead]) -> bool:
+    needed = [parts.get(key) for key in plan.layout_set if key not in plan.done]
     return any(part is None or selection.brings_nothing(state, part) for part in needed)
 
 
@@ -237,9 +243,9 @@ def is_looking_across(state: State, member: Member, wanted: Wanted) -> bool:
     plan, parts = _plan(member, wanted), state.reads.parts.get(member.worker, {})
     if plan is None:
         return True
-    for line in plan.cut:
-        part = parts.get(line)
-        if line not in plan.done and (part is None or _why_replace(state, member, part) is not None):
+    for key in plan.layout_set:
+        part = parts.get(key)
+        if key not in plan.done and (part is None or _why_replace(state, member, part) is not None):
             return True
     return False
 
@@ -254,7 +260,7 @@ def _is_elected(state: State, model: Model, record: VersionRecord, member: Membe
 
     One to whom nothing comes keeps nobody from it.
     """
-    for other in facts.members_of(state, model, member.line):
+    for other in facts.members_of(state, model, member.layout_key):
         read = state.reads.current.get(other.worker)
         if other is member or other.hello.site != member.hello.site or read is None or read.version != record.version:
             continue
@@ -269,14 +275,14 @@ def _is_elected(state: State, model: Model, record: VersionRecord, member: Membe
     return sources.may_cross(state, model, record, member)
 
 
-def see_that_it_begins(state: State, model: Model, record: VersionRecord, member: Member) -> Iterator[Decision]:
+def see_that_it_begins(state: State, model: Model, record: VersionRecord, member: Member) -> None:
     """It waits for another one that reads across; look again if that one has not begun by then."""
-    for other in facts.members_of(state, model, member.line):
+    for other in facts.members_of(state, model, member.layout_key):
         read = state.reads.current.get(other.worker)
         if other is not member and read is not None and read.version == record.version:
             until = selection.begins_until(state, read)
             if state.now < until < inf:
-                yield LookAgain(member, until)
+                state.members.wake(member, until)
 
 
 def _is_about_to_end(member: Member, record: VersionRecord, to_host: bool) -> bool:
@@ -284,7 +290,7 @@ def _is_about_to_end(member: Member, record: VersionRecord, to_host: bool) -> bo
     plan, told = member.crossing, member.report.across
     if plan is None or told is None or (plan.version, plan.to_host) != (record.version, to_host):
         return False
-    return told.version == record.version and not told.parts and all(line in plan.done for line in plan.cut)
+    return told.version == record.version and not told.parts and all(key in plan.done for key in plan.layout_set)
 
 
 # --- one part ---------------------------------------------------------------------------------------------------------
@@ -295,30 +301,30 @@ def _keep_part(
     model: Model,
     record: VersionRecord,
     member: Member,
-    line: Line,
+    key: LayoutKey,
     part: OpenRead | None,
     *,
     to_host: bool,
-) -> Iterator[Decision]:
+) -> None:
     """See that the line has a source, if there is one."""
     why = _why_replace(state, member, part) if part is not None else ""
     is_in_vain = part is not None and selection.brings_nothing(state, part)
     if part is not None and is_in_vain != part.pace.is_stuck:
-        yield CallStuck(part, is_in_vain)
+        state.call_stuck(part, is_stuck=is_in_vain)
     if why is None:
         return
-    choice = _choose(state, model, record, member, line, instead_of=part)
+    choice = _choose(state, model, record, member, key, instead_of=part)
     if choice is None:
         if part is None:
-            yield from _wait(state, model, record, member)
+            _wait(state, model, record, member)
         elif not _serves(state, part):
-            yield TakeBack(part)
+            state.take_back(part)
         return
     if part is not None and _is_still(state, part):
-        yield Leave(member, part, state.now + selection.pace_window_s(state))
+        state.leave(member, part, may_move_at=state.now + selection.pace_window_s(state))
     if part is not None:
-        yield TakeBack(part)
-    yield _part(record, member, line, choice, to_host=to_host, why=why)
+        state.take_back(part)
+    _give_part(state, record, member, key, choice, to_host=to_host, why=why)
 
 
 def _why_replace(state: State, member: Member, part: OpenRead) -> str | None:
@@ -348,12 +354,12 @@ def _choose(
     model: Model,
     record: VersionRecord,
     member: Member,
-    line: Line,
+    key: LayoutKey,
     *,
     instead_of: OpenRead | None = None,
 ) -> Choice | None:
     """The best source for that line. `instead_of`: for what is read now only such as will do better."""
-    found = admission.allowed(state, model, member, sources.whole_sources(state, record, member, line))
+    found = admission.allowed(state, model, member, sources.whole_sources(state, record, member, key))
     if instead_of is not None:
         former, is_in_need = (
             (instead_of.source, instead_of.grant.from_host),
@@ -376,26 +382,28 @@ def _would_do(choice: Choice | None, *, is_in_need: bool) -> bool:
     return is_in_need or not (choice[0].is_slow or choice[0].is_withdrawing)
 
 
-def _wait(state: State, model: Model, record: VersionRecord, member: Member) -> Iterator[Decision]:
+def _wait(state: State, model: Model, record: VersionRecord, member: Member) -> None:
     """Nothing can be given now: see to it that it is looked at again when something may be."""
     soonest = inf
-    for line in dict.fromkeys(each for cut in layouts.cuts_to_read(model, record, member.line) for each in cut):
-        possible = sources.whole_sources(state, record, member, line)
+    for key in dict.fromkeys(
+        each for layout_set in layouts.readable_layout_sets(model, record, member.layout_key) for each in layout_set
+    ):
+        possible = sources.whole_sources(state, record, member, key)
         allowed = admission.allowed(state, model, member, possible)
         best = choose_source(possible, now=state.now)
         if not allowed and best is not None:
-            yield from admission.wait_for(state, model, member, possible, best[0])
+            admission.wait_for(state, model, member, possible, best[0])
         soonest = min([soonest, *[each.avoided_until for each in allowed if each.avoided_until > state.now]])
     if soonest < inf:
-        yield LookAgain(member, soonest)
+        state.members.wake(member, soonest)
 
 
-def _part(
-    record: VersionRecord, member: Member, line: Line, choice: Choice, *, to_host: bool, why: str = ""
-) -> Decision:
+def _give_part(
+    state: State, record: VersionRecord, member: Member, key: LayoutKey, choice: Choice, *, to_host: bool, why: str = ""
+) -> None:
     source, reason = choice
-    text = f"across, shard {line.shard} of {line.shards}: {reason}{why}"
-    return Give(member, record, source.worker, text, source.from_host, to_host, part=line)
+    text = f"across, shard {key.shard} of {key.shards}: {reason}{why}"
+    state.give(member, record, source.worker, text, from_host=source.from_host, to_host=to_host, part=key)
 
 
 def _rank(chosen: list[Choice]) -> tuple[object, ...]:
@@ -415,10 +423,10 @@ def _rank(chosen: list[Choice]) -> tuple[object, ...]:
 # --- Who may read what now: gives a worker its read, takes it back, and looks for another source where its own
 # leaves.
 #
-# `decide_read` yields one decision after another. Each is carried out before it goes on, so the next follows from it.
+# `decide_read` takes one step after another: the next follows from what the one before has changed.
 
 
-def decide_read(state: State, model: Model, member: Member, wanted: Wanted | None) -> Iterator[Decision]:
+def decide_read(state: State, model: Model, member: Member, wanted: Wanted | None) -> None:
     """Give this worker the read that it should have now, or none. It is here.
 
     One that has gone keeps what it has until it is back or its lease ends: it would not hear of another, and a source
@@ -428,13 +436,13 @@ def decide_read(state: State, model: Model, member: Member, wanted: Wanted | Non
     record = model.versions.get(wanted.version) if wanted is not None else None
     if wanted is None or record is None:
         if current is not None:
-            yield from take_back(state, member)
+            take_back(state, member)
         return
     is_wanted = current is not None and (current.version, current.grant.to_host) == wanted
     if current is not None and is_wanted and current.part is not None:
-        yield from keep_up(state, model, record, member, wanted)
-        if is_short(state, member) and _is_had_in_its_line(state, model, record, member):
-            yield from _begin_anew(state, model, record, member, wanted)
+        keep_up(state, model, record, member, wanted)
+        if is_short(state, member) and _is_had_in_its_layout(state, model, record, member):
+            _begin_anew(state, model, record, member, wanted)
         return
     if (
         current is not None
@@ -443,7 +451,7 @@ def decide_read(state: State, model: Model, member: Member, wanted: Wanted | Non
     ):
         may_come_back = state.is_recovering and current.source not in state.members
         is_fixed = current.shares or may_come_back
-        if not is_fixed and (yield from _moves(state, model, record, member, current)):
+        if not is_fixed and _moves(state, model, record, member, current):
             return
         source = state.members.get(current.source)
         if source is None or not _is_to_be_left(state, source, current):
@@ -462,27 +470,25 @@ def decide_read(state: State, model: Model, member: Member, wanted: Wanted | Non
         is_cut = _is_impatient(source, current.version) and not current.grant.from_host
         if choose_source(others, now=state.now) is None and not is_cut:
             if is_stuck or source.turns_lost > member.turns_lost:  # it was to read for both, and does not
-                yield from instead_of(state, model, record, member, current, is_in_need=is_stuck)
+                instead_of(state, model, record, member, current, is_in_need=is_stuck)
             return
-    yield from _begin_anew(state, model, record, member, wanted)
+    _begin_anew(state, model, record, member, wanted)
 
 
-def _begin_anew(
-    state: State, model: Model, record: VersionRecord, member: Member, wanted: Wanted
-) -> Iterator[Decision]:
+def _begin_anew(state: State, model: Model, record: VersionRecord, member: Member, wanted: Wanted) -> None:
     """Instead of what it reads it is given the best that there is."""
-    yield from take_back(state, member)
+    take_back(state, member)
     if wanted.to_host and any(read.is_void for read in state.reads.of(member.worker)):
         return  # in its own time: were it stopped, each new version would leave one more source waiting for it
-    yield from _grant(state, model, record, member, to_host=wanted.to_host)
+    _grant(state, model, record, member, to_host=wanted.to_host)
 
 
-def _is_had_in_its_line(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
+def _is_had_in_its_layout(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
     """Somebody of its own line has all of the version, and lives.
 
     Better one that was too slow for it, or that wants to leave the version, than none.
     """
-    return member.line in record.roots and any(
+    return member.layout_key in record.roots and any(
         candidate.is_full
         and candidate.avoided_until <= state.now
         and not facts.is_doubtful(state, state.known(candidate.worker))
@@ -490,21 +496,19 @@ def _is_had_in_its_line(state: State, model: Model, record: VersionRecord, membe
     )
 
 
-def _moves(
-    state: State, model: Model, record: VersionRecord, member: Member, current: OpenRead
-) -> Generator[Decision, None, bool]:
+def _moves(state: State, model: Model, record: VersionRecord, member: Member, current: OpenRead) -> bool:
     """It is given a better source.
 
     Also if its own has no session any more: that may well go on serving. But nothing may come from it for ever, and the
     reader need not find out: one that was filling still says that it has no more yet, or its memory alone is read.
     """
-    if (yield from sources.leave_slow(state, model, record, member, current)):
+    if sources.leave_slow(state, model, record, member, current):
         return True
     is_in_vain = selection.brings_nothing(state, current)
     is_tried = current.pace.is_stuck or is_in_vain
-    if is_tried and (yield from instead_of(state, model, record, member, current, is_in_need=is_in_vain)):
+    if is_tried and instead_of(state, model, record, member, current, is_in_need=is_in_vain):
         return True
-    return current.source in state.members and (yield from sources.to_idle(state, model, record, member, current))
+    return current.source in state.members and sources.to_idle(state, model, record, member, current)
 
 
 def is_looking(state: State, member: Member, wanted: Wanted) -> bool:
@@ -544,14 +548,14 @@ def _is_impatient(source: Member, version: Version) -> bool:
     return isinstance(buffer, Withdrawing) and buffer.version == version and buffer.impatient
 
 
-def _grant(state: State, model: Model, record: VersionRecord, member: Member, *, to_host: bool) -> Iterator[Decision]:
-    if (yield from _read_across(state, model, record, member, to_host=to_host)):
+def _grant(state: State, model: Model, record: VersionRecord, member: Member, *, to_host: bool) -> None:
+    if _read_across(state, model, record, member, to_host=to_host):
         return
-    if member.line not in record.roots:  # only such as are filling have reported: nobody could say what is good
-        if layouts.can_cross(record, member.line):
-            yield from see_that_it_begins(state, model, record, member)
+    if member.layout_key not in record.roots:  # only such as are filling have reported: nobody could say what is good
+        if layouts.can_cross(record, member.layout_key):
+            see_that_it_begins(state, model, record, member)
         return
-    if to_host and (yield from _share(state, model, record, member)):
+    if to_host and _share(state, model, record, member):
         return
     possible = sources.to_choose_from(state, model, record, member)
     found = admission.allowed(state, model, member, possible)
@@ -559,20 +563,18 @@ def _grant(state: State, model: Model, record: VersionRecord, member: Member, *,
     if choice is None:
         best = choose_source(possible, now=state.now)
         if found:
-            yield LookAgain(member, min(candidate.avoided_until for candidate in found))
+            state.members.wake(member, min(candidate.avoided_until for candidate in found))
         elif best is not None:
-            yield from admission.wait_for(state, model, member, possible, best[0])
+            admission.wait_for(state, model, member, possible, best[0])
         return
     source, reason = choice
-    yield Give(member, record, source.worker, reason, source.from_host, to_host)
+    state.give(member, record, source.worker, reason, from_host=source.from_host, to_host=to_host)
 
 
-def _read_across(
-    state: State, model: Model, record: VersionRecord, member: Member, *, to_host: bool
-) -> Generator[Decision, None, bool]:
-    if not layouts.can_cross(record, member.line) or _has_sound_source(state, model, record, member):
+def _read_across(state: State, model: Model, record: VersionRecord, member: Member, *, to_host: bool) -> bool:
+    if not layouts.can_cross(record, member.layout_key) or _has_sound_source(state, model, record, member):
         return False
-    return (yield from set_out(state, model, record, member, to_host=to_host))
+    return set_out(state, model, record, member, to_host=to_host)
 
 
 def _has_sound_source(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
@@ -592,17 +594,19 @@ def _waits_to_begin(state: State, record: VersionRecord, source: Candidate) -> b
     return read is not None and read.version == record.version and selection.cannot_begin(state, read)
 
 
-def _share(state: State, model: Model, record: VersionRecord, member: Member) -> Generator[Decision, None, bool]:
+def _share(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
     """Let it map the host copy of another worker of its host, or wait for one that is being fetched."""
     found = admission.allowed(state, model, member, sources.copies_to_share(state, model, record, member))
     choice = choose_source(found, now=state.now)
     if choice is not None:
         source, reason = choice
-        yield Give(member, record, source.worker, f"{reason}; shared", source.from_host, to_host=True, shares=True)
+        state.give(
+            member, record, source.worker, f"{reason}; shared", from_host=source.from_host, to_host=True, shares=True
+        )
         return True
     until = sources.awaited_until(state, model, record, member)
     if until is not None:
-        yield LookAgain(member, until)
+        state.members.wake(member, until)
     return until is not None
 
 
@@ -616,24 +620,30 @@ def interests_of(
     state: State, model: Model, replica: Replica, member: Member, wanted: Wanted | None
 ) -> tuple[Topic, ...]:
     """The topics that the member waits for. `wanted` is what it should be reading."""
-    line, content, call = member.line, member.content, replica.call
+    key, content, call = member.layout_key, member.content, replica.call
     found: list[Topic] = []
     if wanted is not None and is_looking(state, member, wanted):
-        found.append(sources_of(wanted.version, line))
-        if layouts.can_cross(model.look_up(wanted.version), line):
-            found += [sources_of(wanted.version, each) for cut in model.cuts for each in cut]
+        found.append(sources_of(wanted.version, key))
+        if layouts.can_cross(model.look_up(wanted.version), key):
+            found += [sources_of(wanted.version, each) for layout_set in model.layout_sets for each in layout_set]
     is_leaving = isinstance(content.buffer, Withdrawing) and not member.is_drained
     if isinstance(content.buffer, Withdrawing) and is_leaving:
-        found.append(references_of(content.buffer.version, line))
+        found.append(references_of(content.buffer.version, key))
     if content.copies:
-        found += [references_of(copy.version, content.line_of(copy.version, is_copy=True)) for copy in content.copies]
-    if line.is_boxed:  # who has it in another cut counts too
+        found += [
+            references_of(copy.version, content.layout_key_of(copy.version, is_copy=True)) for copy in content.copies
+        ]
+    if key.is_boxed:  # who has it in another cut counts too
         kept = [topic[1] for topic in found if topic[0] == "references" and topic[1] is not None]
-        found += [references_of(version, each) for version in kept for cut in model.cuts for each in cut]
+        found += [
+            references_of(version, each) for version in kept for layout_set in model.layout_sets for each in layout_set
+        ]
     if retention.leaves_last(state, member):  # until others have what they are on their way to, or give it up
         found.append(ARRIVALS)
         if call is not None and call.version is not None:
-            found += [references_of(call.version, each) for cut in model.known_cuts() for each in cut]
+            found += [
+                references_of(call.version, each) for layout_set in model.known_layout_sets() for each in layout_set
+            ]
     is_open = call is not None and not call.is_over
     if call is not None and is_open:
         found += [loss_of(call.version)] if call.version is not None else [SERVICE]

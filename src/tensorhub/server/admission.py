@@ -1,10 +1,9 @@
 """Rules: which workers, claims and publishes the server accepts."""
 
-from collections.abc import Generator, Iterator
 from math import inf
 
-from ...protocol.errors import HIGHER, SPOILED, SPOILED_HINT
-from ...protocol.messages import (
+from ..protocol.errors import HIGHER, SPOILED, SPOILED_HINT
+from ..protocol.messages import (
     MAX_FIRST_VERSION,
     MAX_VERSION_JUMP,
     PROTOCOL,
@@ -15,14 +14,13 @@ from ...protocol.messages import (
     Refusal,
     Report,
 )
-from ...protocol.names import NAME_RULE, ReplicaName, Version, is_name
-from .. import state as facts
-from ..decisions import AskToWitness, AwaitWord, Decision, Witness
-from ..groups import Replica
-from ..members import WHOLE, Member
-from ..state import State
-from ..versions import Model, are_equal
+from ..protocol.names import NAME_RULE, ReplicaName, Version, is_name
+from . import state as facts
+from .groups import Replica
+from .members import WHOLE, Member
 from .selection import Candidate
+from .state import State
+from .versions import Model, are_equal
 
 # --- Which workers the server talks to: one for each shard, and all of a replica agree on how many there are.
 #
@@ -277,7 +275,7 @@ def why_unwitnessed(model: Model, replica: Replica) -> Failure | None:
     return None
 
 
-def seek_witness(state: State, model: Model, member: Member) -> Iterator[Decision]:
+def seek_witness(state: State, model: Model, member: Member) -> None:
     """A worker without a witness asks the one that came last before it, so that not everybody asks the same one.
 
     One that reports and does not say what it was asked, though that takes a round trip, is passed over for the next. If
@@ -287,14 +285,15 @@ def seek_witness(state: State, model: Model, member: Member) -> Iterator[Decisio
     if not roll.is_over or member.worker not in roll.unwitnessed:
         return
     if all(_asked_for_s(state, model, state.known(each)) >= state.settings.lease_s for each in roll.witnessed):
-        yield Witness(model, next(iter(roll.unwitnessed.values())))  # the oldest
+        for worker in roll.witness(next(iter(roll.unwitnessed.values()))):  # the oldest
+            state.mark_dirty(worker)
     tried = 0
     for worker in reversed(roll.witnessed):
         other = state.known(worker)
         if _asked_for_s(state, model, other) >= LATE_REPORTS * state.report_s:
             continue
         tried += 1
-        if (yield from _ask(state, member, other)) or tried == MAX_ASKED:
+        if _ask(state, member, other) or tried == MAX_ASKED:
             return
 
 
@@ -303,13 +302,14 @@ def _asked_for_s(state: State, model: Model, other: Member) -> float:
     return state.now - other.asked_since if is_asked(model, other) else -inf
 
 
-def _ask(state: State, member: Member, other: Member) -> Generator[Decision, None, bool]:
+def _ask(state: State, member: Member, other: Member) -> bool:
     """Have the other one say that it has heard of the member. False: it would not."""
     if other is member or not facts.is_here(state, other) or other.report.closing or is_strange(state, other):
         return False
     if other.asked < member.session:
         since = other.asked_since if is_asked(state.models[member.hello.model], other) else state.now
-        yield AskToWitness(other, member.session, since)
+        other.asked, other.asked_since = member.session, since
+        state.mark_dirty(other.worker)
     return True
 
 
@@ -324,13 +324,13 @@ def _has_heard_us(member: Member) -> bool:
     return member.report.session == member.session
 
 
-def wait_for(state: State, model: Model, reader: Member, found: list[Candidate], best: Candidate) -> Iterator[Decision]:
+def wait_for(state: State, model: Model, reader: Member, found: list[Candidate], best: Candidate) -> None:
     """None of these may be given yet: have it decided again as soon as one may."""
     if not model.roll.is_over:
         for candidate in found:
-            yield AwaitWord(state.known(candidate.worker), reader.worker)
+            state.known(candidate.worker).awaited_by[reader.worker] = None
     elif best.worker in model.roll.witnessed:
-        yield from _ask(state, reader, state.known(best.worker))
+        _ask(state, reader, state.known(best.worker))
 
 
 def recovering(state: State) -> Failure:

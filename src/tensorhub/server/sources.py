@@ -1,33 +1,19 @@
 """Rules: the candidate sources of a reader, shared host copies, and when a read moves to another source."""
 
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from math import inf
 from typing import NamedTuple
 
-from ...protocol.messages import Holding, Withdrawing
-from ...protocol.names import Version, WorkerId
-from .. import state as facts
-from ..decisions import (
-    CallSlow,
-    CallStuck,
-    Decision,
-    ForgetCapacity,
-    Give,
-    GiveWay,
-    Leave,
-    LookedForBetter,
-    NoteUsualRates,
-    SettlePlaces,
-    StayFor,
-    TakeBack,
-)
-from ..groups import Replica
-from ..members import Line, Member, OpenRead, Tier, is_too_slow, usual
-from ..state import State
-from ..versions import Model, VersionRecord
+from ..protocol.messages import Holding, Withdrawing
+from ..protocol.names import Version, WorkerId
 from . import admission, layouts, retention, selection
+from . import state as facts
+from .groups import Replica
+from .members import LayoutKey, Member, OpenRead, Tier, is_too_slow, usual
 from .selection import Candidate, choose_source
+from .state import State
+from .versions import Model, VersionRecord
 
 # --- What a worker should be reading now: its caller's call comes before what is fetched ahead.
 
@@ -44,7 +30,7 @@ def wanted_read(state: State, model: Model, replica: Replica, member: Member) ->
     version = facts.wanted_version(replica, member)
     if version is not None and facts.may_have(state, member, version):
         return None
-    if version is None or member.holds(version) or member.fills_itself(version):
+    if version is None or member.holds(version) or member.can_fill_itself(version):
         version = retention.version_to_fetch(state, model, replica, member)
         is_whole = version is not None and member.has_whole_copy(version)
         return Wanted(version, True) if version is not None and not is_whole else None
@@ -54,7 +40,7 @@ def wanted_read(state: State, model: Model, replica: Replica, member: Member) ->
     if copy is not None and not copy.unfit:
         return Wanted(version, True)
     is_coming = current is not None and current.version == version and current.grant.to_host
-    if is_coming and not member.loses_copy(version):
+    if is_coming and not member.is_dropping_copy(version):
         return Wanted(version, True)  # which is about to begin
     return None if facts.is_read_though_poisoned(member.content.buffer) else Wanted(version, False)
 
@@ -86,7 +72,7 @@ def candidates(state: State, model: Model, record: VersionRecord, reader: Member
 def to_choose_from(state: State, model: Model, record: VersionRecord, reader: Member) -> list[Candidate]:
     """Those that the reader could read from among whom the best one is: of many holders not all are looked at."""
     found: list[Candidate] = []
-    if len(record.holders.get(reader.line, {})) > MAX_ALL and model.roll.is_over:
+    if len(record.holders.get(reader.layout_key, {})) > MAX_ALL and model.roll.is_over:
         found = idle(state, model, record, reader)
     return found or possible(state, model, record, reader)
 
@@ -97,11 +83,15 @@ def idle(state: State, model: Model, record: VersionRecord, reader: Member) -> l
     After those on its own host the first by name that has everything is the best, unless it has published that itself.
     """
     behind = state.reads.readers_behind(reader.worker, record.version)
-    there = record.idle.get(reader.line, [])
+    there = record.idle.get(reader.layout_key, [])
     near = list(model.hosts.get(reader.hello.host, ()))
     found: list[Candidate] = []
     for worker in near:
-        if worker in record.holders.get(reader.line, {}) and worker not in model.read_from and worker not in behind:
+        if (
+            worker in record.holders.get(reader.layout_key, {})
+            and worker not in model.read_from
+            and worker not in behind
+        ):
             found += _sound(state, record, reader, worker)
     for worker in there:
         sound = _sound(state, record, reader, worker) if worker not in behind else []
@@ -130,7 +120,7 @@ def possible(state: State, model: Model, record: VersionRecord, reader: Member) 
     behind = state.reads.readers_behind(reader.worker, record.version)
     leaving = reads_leaving(state, record, reader) if len(model.sites) > 1 else None
     found = []
-    for worker in record.holders.get(reader.line, {}):
+    for worker in record.holders.get(reader.layout_key, {}):
         member = state.members.get(worker)
         if member is None or worker in behind:
             continue
@@ -148,7 +138,7 @@ def possible(state: State, model: Model, record: VersionRecord, reader: Member) 
 def reads_leaving(state: State, record: VersionRecord, reader: Member) -> Counter[str]:
     """How many reads by others leave each site, from workers that have this shard of the version."""
     found: Counter[str] = Counter()
-    for worker in record.holders.get(reader.line, {}):
+    for worker in record.holders.get(reader.layout_key, {}):
         source = state.members.get(worker)
         for read in state.reads.from_source(worker) if source is not None else ():
             other = state.members.get(read.reader)
@@ -158,15 +148,15 @@ def reads_leaving(state: State, record: VersionRecord, reader: Member) -> Counte
     return found
 
 
-def whole_sources(state: State, record: VersionRecord, reader: Member, line: Line) -> list[Candidate]:
+def whole_sources(state: State, record: VersionRecord, reader: Member, key: LayoutKey) -> list[Candidate]:
     """Those that have all of that line of the version, for a reader of another line."""
     found = []
-    for worker in record.whole.get(line, {}):
+    for worker in record.whole.get(key, {}):
         member = state.members.get(worker)
         if member is None or worker == reader.worker:
             continue
         for from_host in (False, True):
-            candidate = _candidate(state, record, reader, member, from_host, None, line)
+            candidate = _candidate(state, record, reader, member, from_host, None, key)
             if candidate is not None and candidate.is_full:
                 found.append(candidate)
     return found
@@ -181,7 +171,7 @@ def host_copy_of(state: State, record: VersionRecord, reader: Member, member: Me
 def may_cross(state: State, model: Model, record: VersionRecord, reader: Member) -> bool:
     """The reader is the seed of its site for its shard: nobody else is to read that across."""
     best: tuple[tuple[object, ...], Member] | None = None
-    for member in facts.members_of(state, model, reader.line):
+    for member in facts.members_of(state, model, reader.layout_key):
         has_source = state.reads.current.get(member.worker) is not None
         if member.hello.site != reader.hello.site or (has_source and member is not reader):
             continue
@@ -203,13 +193,13 @@ def _candidate(
     member: Member,
     from_host: bool,
     leaving: Counter[str] | None,
-    line: Line | None = None,
+    key: LayoutKey | None = None,
 ) -> Candidate | None:
     """The member's buffer, or its host copy, as a source of the reader's line or of that one; None if it is none."""
     version, worker = record.version, member.worker
-    if not facts.serves(state, worker, version, from_host) or (from_host and member.loses_copy(version)):
+    if not facts.serves(state, worker, version, from_host) or (from_host and member.is_dropping_copy(version)):
         return None
-    if member.content.line_of(version, is_copy=from_host) != (line or reader.line):
+    if member.content.layout_key_of(version, is_copy=from_host) != (key or reader.layout_key):
         return None  # it has the version in another line too
     has_all = facts.is_full(member, version, from_host)
     current = state.reads.current.get(worker)
@@ -300,7 +290,7 @@ def _mates(state: State, model: Model, member: Member) -> Iterator[Member]:
     here = member.hello
     for worker in model.hosts.get(here.host, ()):
         mate = state.members.get(worker) if worker.shard == member.shard and worker != member.worker else None
-        if mate is None or mate.line != member.line or mate.alone_until > state.now:
+        if mate is None or mate.layout_key != member.layout_key or mate.alone_until > state.now:
             continue
         if (mate.hello.place, mate.hello.site) == (here.place, here.site):
             yield mate
@@ -331,19 +321,17 @@ BETTER = 1.25  # times what came from the slow one, though they share its source
 WORTH = 2.0  # times what comes now: less is not worth a chunk that has to come again
 
 
-def leave_slow(
-    state: State, model: Model, record: VersionRecord, reader: Member, read: OpenRead
-) -> Generator[Decision, None, bool]:
+def leave_slow(state: State, model: Model, record: VersionRecord, reader: Member, read: OpenRead) -> bool:
     """Move the reader if its source stands still or is far too slow, and another one would do better."""
-    if reader.line not in record.roots:
+    if reader.layout_key not in record.roots:
         return False
     shares_a_source = read.instead_of is not None or reader.gives_way_to is not None
-    if shares_a_source and (yield from _settle_places(state, model, record, reader, read)):
+    if shares_a_source and _settle_places(state, model, record, reader, read):
         return True
-    found = yield from _why_leave(state, model, record, reader, read)
+    found = _why_leave(state, model, record, reader, read)
     if found is None:
         if read.pace.is_stuck and read.pace.rate is not None:
-            yield CallStuck(read, False)
+            read.pace.is_stuck = False
         return False
     why, needed = found
     is_in_vain, window_s = selection.brings_nothing(state, read), selection.pace_window_s(state)
@@ -353,18 +341,20 @@ def leave_slow(
     choice = _way_out(state, model, record, reader, read, needed) if is_looked_for else None
     if choice is None:
         if is_looked_for and is_in_vain:
-            yield LookedForBetter(read)
+            read.looked_at = state.now
         if is_looked_for:
-            yield StayFor(reader, max(reader.may_move_at, state.now + window_s))
-        yield from _note_stuck(state, reader, read)
+            reader.may_move_at = max(reader.may_move_at, state.now + window_s)
+        _note_stuck(state, reader, read)
         return False
     best, reason = choice
     its_own = selection.own_pace(state, read)
     takes_its_place = its_own is not None and its_own.source == best.worker
-    yield Leave(reader, read, state.now + 2 * window_s * 2.0 ** min(reader.moves, 16))
-    yield TakeBack(read)
-    yield Give(
-        *(reader, record, best.worker, f"{reason}; {why}", best.from_host, read.grant.to_host),
+    state.leave(reader, read, may_move_at=state.now + 2 * window_s * 2.0 ** min(reader.moves, 16))
+    state.take_back(read)
+    state.give(
+        *(reader, record, best.worker, f"{reason}; {why}"),
+        from_host=best.from_host,
+        to_host=read.grant.to_host,
         instead_of=read.source if takes_its_place else None,
         must_beat=BETTER * (read.pace.rate or 0.0) if takes_its_place else 0.0,
         counted_as="left_slow",
@@ -372,22 +362,22 @@ def leave_slow(
     return True
 
 
-def _note_stuck(state: State, reader: Member, read: OpenRead) -> Iterator[Decision]:
+def _note_stuck(state: State, reader: Member, read: OpenRead) -> None:
     """It is slow, and nobody would do better, or it was tried in vain."""
     if not read.pace.is_stuck:
-        yield CallStuck(read, True)
+        state.call_stuck(read)
     source = state.members.get(read.source)
     if not reader.moves:
         is_whole = source is not None and facts.is_full(source, read.version, read.grant.from_host)
         if source is not None and is_whole and read.pace.is_still(state.now, selection.patience_s(state)):
-            yield CallSlow(source, state.now + state.settings.leave_s)  # there will be others to choose from again
+            source.slow_until = state.now + state.settings.leave_s  # there will be others to choose from again
         return
     for worker in reader.left:
         left = state.members.get(worker)
         if left is not None:
-            yield CallSlow(left, -inf)  # it was not that one who is slow
+            left.slow_until = -inf  # it was not that one who is slow
     if source is not None:
-        yield ForgetCapacity(source)  # nor has this one more to give
+        source.capacity.forget(state.now)  # nor has this one more to give
 
 
 def _way_out(
@@ -408,7 +398,7 @@ def _way_out(
 
 def _why_leave(
     state: State, model: Model, record: VersionRecord, reader: Member, read: OpenRead
-) -> Generator[Decision, None, tuple[str, float] | None]:
+) -> tuple[str, float] | None:
     """(the reason in words, how much another source must bring), or None: it stays."""
     pace, name = read.pace, read.source.replica
     if pace.is_still(state.now, selection.patience_s(state)):
@@ -421,7 +411,7 @@ def _why_leave(
         return None  # what came was what its source had
     if its_own is None or is_hopeless:
         best = reader.best.get(selection.tier_of(state, read), 0.0)
-        usual_rate = yield from _usual(state, record, read)
+        usual_rate = _usual(state, record, read)
         others, whose = max(best, usual_rate or 0.0), "others get, or it got before,"
         lately = _lately(state, model, read)
         if lately > others:
@@ -481,34 +471,33 @@ def _is_sound(state: State, worker: WorkerId, *, without: WorkerId) -> bool:
     return False
 
 
-def _settle_places(
-    state: State, model: Model, record: VersionRecord, reader: Member, read: OpenRead
-) -> Generator[Decision, None, bool]:
+def _settle_places(state: State, model: Model, record: VersionRecord, reader: Member, read: OpenRead) -> bool:
     """Of a slow source and the reader that left it for its own source only one stays there: the one that gets more."""
     slow = state.members.get(read.instead_of) if read.instead_of is not None else None
     if slow is not None and read.pace.rate is not None:
-        yield SettlePlaces(read)
+        read.instead_of = None
         its_own = state.reads.current.get(slow.worker)
         if its_own is not None and (its_own.source, its_own.version) == (read.source, read.version):
             if read.pace.rate < read.must_beat:
-                yield from _note_stuck(state, reader, read)
-                return (yield from _follow(state, model, record, reader, read, slow.worker, "no better than"))
-            yield GiveWay(slow, reader.worker)
+                _note_stuck(state, reader, read)
+                return _follow(state, model, record, reader, read, slow.worker, "no better than")
+            slow.gives_way_to = reader.worker
+            state.mark_dirty(slow.worker)
     other = reader.gives_way_to
     theirs = state.reads.current.get(other) if other is not None else None
     if other is None or theirs is None or (theirs.source, theirs.version) != (read.source, read.version):
         if other is not None:
-            yield GiveWay(reader, None)
+            reader.gives_way_to = None
         return False
     if other in state.reads.readers_behind(reader.worker, read.version):
         return False  # until it has let go of it
-    yield GiveWay(reader, None)
-    return (yield from _follow(state, model, record, reader, read, other, "gives way to"))
+    reader.gives_way_to = None
+    return _follow(state, model, record, reader, read, other, "gives way to")
 
 
 def _follow(
     state: State, model: Model, record: VersionRecord, reader: Member, read: OpenRead, other: WorkerId, why: str
-) -> Generator[Decision, None, bool]:
+) -> bool:
     """Read behind that one, or behind the last of those who do."""
     found = [
         candidate
@@ -520,13 +509,20 @@ def _follow(
     if best is None:
         return False
     reason = f"relay, filling, {best.done} chunks in place; {why} {other.replica}"
-    yield TakeBack(read)
-    is_stuck = read.pace.is_stuck
-    yield Give(reader, record, best.worker, reason, best.from_host, read.grant.to_host, is_stuck=is_stuck)
+    state.take_back(read)
+    state.give(
+        reader,
+        record,
+        best.worker,
+        reason,
+        from_host=best.from_host,
+        to_host=read.grant.to_host,
+        is_stuck=read.pace.is_stuck,
+    )
     return True
 
 
-def _usual(state: State, record: VersionRecord, read: OpenRead) -> Generator[Decision, None, float | None]:
+def _usual(state: State, record: VersionRecord, read: OpenRead) -> float | None:
     """What readers of the version get over such a distance. Worked out once in the time between two reports."""
     tier = selection.tier_of(state, read)
     if state.now >= record.usual_until:
@@ -538,8 +534,8 @@ def _usual(state: State, record: VersionRecord, read: OpenRead) -> Generator[Dec
                     continue
                 if one.source in state.members:  # else it is not known over what distance
                     found.setdefault(selection.tier_of(state, one), []).append(one.pace.rate)
-        rates = {each: usual(those) for each, those in found.items()}
-        yield NoteUsualRates(record, rates, state.now + state.report_s)
+        record.usual = {each: usual(those) for each, those in found.items()}
+        record.usual_until = state.now + state.report_s
     return record.usual.get(tier)
 
 
@@ -563,9 +559,7 @@ def _beside(state: State, read: OpenRead) -> list[OpenRead]:
     return [one for one in state.reads.from_source(read.source) if not one.is_void]
 
 
-def to_idle(
-    state: State, model: Model, record: VersionRecord, reader: Member, read: OpenRead
-) -> Generator[Decision, None, bool]:
+def to_idle(state: State, model: Model, record: VersionRecord, reader: Member, read: OpenRead) -> bool:
     """Move the reader if that is sure to help: to an idle source that has everything and is no further away.
 
     It leaves a source that is itself still filling, whose pace it follows, or one that serves others too. It never goes
@@ -573,9 +567,9 @@ def to_idle(
     leaves only one that it shares, for one that is idle. But while it cannot begin it leaves any, for whoever in its
     own site has the version or gets it.
     """
-    if state.now < read.looked_at + state.settings.rebalance_s or reader.line not in record.roots:
+    if state.now < read.looked_at + state.settings.rebalance_s or reader.layout_key not in record.roots:
         return False
-    yield LookedForBetter(read)
+    read.looked_at = state.now
     source = state.known(read.source)
     is_cross_site = source.hello.site != reader.hello.site
     may_go_near = is_cross_site and not _has_begun(reader, read)
@@ -593,9 +587,16 @@ def to_idle(
     if choice is None:
         return False
     best, reason = choice
-    yield TakeBack(read)
-    to_host = read.grant.to_host
-    yield Give(reader, record, best.worker, reason, best.from_host, to_host, counted_as="rebalanced")
+    state.take_back(read)
+    state.give(
+        reader,
+        record,
+        best.worker,
+        reason,
+        from_host=best.from_host,
+        to_host=read.grant.to_host,
+        counted_as="rebalanced",
+    )
     return True
 
 

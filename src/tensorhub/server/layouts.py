@@ -2,16 +2,16 @@
 
 from collections.abc import Callable, Iterator
 
-from ...protocol.errors import UsageError
-from ...protocol.manifest import difference_hint, layout_difference
-from ...protocol.messages import MAX_PARTS, Failure, Spec
-from ...protocol.names import Digest, ModelName, ReplicaName, Shard, is_tiled
-from ...protocol.status import CutsView, DescribedView, ShardView, SourceView
-from .. import state as facts
-from ..groups import Replica
-from ..members import Cut, Line, Member
-from ..state import State
-from ..versions import Model, VersionRecord
+from ..protocol.errors import UsageError
+from ..protocol.manifest import difference_hint, layout_difference
+from ..protocol.messages import MAX_PARTS, Failure, Spec
+from ..protocol.names import Digest, ModelName, ReplicaName, Shard, is_tiled
+from ..protocol.status import CutsView, DescribedView, ShardView, SourceView
+from . import state as facts
+from .groups import Replica
+from .members import LayoutKey, LayoutSet, Member
+from .state import State
+from .versions import Model, VersionRecord
 
 # --- Whether a version can be read into what a worker has registered: by its own line, or out of a cut of another
 # kind.
@@ -19,41 +19,48 @@ from ..versions import Model, VersionRecord
 
 def may_fit(model: Model, record: VersionRecord, member: Member) -> bool:
     """The version can fill its tensors, as far as is known."""
-    theirs = record.layouts.get(member.line)
+    theirs = record.layouts.get(member.layout_key)
     if theirs is not None or not member.report.layout:
         return member.fits(theirs)
-    return not record.roots or _is_of_its_cut(model, record, member.line) or can_cross(record, member.line)
+    return (
+        not record.roots
+        or _is_of_its_layout_set(model, record, member.layout_key)
+        or can_cross(record, member.layout_key)
+    )
 
 
-def can_cross(record: VersionRecord, line: Line) -> bool:
+def can_cross(record: VersionRecord, key: LayoutKey) -> bool:
     """Its boxes say what is wanted, and somebody's boxes where that is; and there is a digest for each piece."""
-    return line.is_boxed and any(is_readable(record, other) for other in record.roots)
+    return key.is_boxed and any(is_readable(record, other) for other in record.roots)
 
 
-def is_readable(record: VersionRecord, line: Line) -> bool:
+def is_readable(record: VersionRecord, key: LayoutKey) -> bool:
     """Other cuts can be filled from that line of the version."""
-    return line.is_boxed and is_tiled(record.roots.get(line, Digest("")))
+    return key.is_boxed and is_tiled(record.roots.get(key, Digest("")))
 
 
-def cuts_to_read(model: Model, record: VersionRecord, line: Line) -> Iterator[Cut]:
+def readable_layout_sets(model: Model, record: VersionRecord, key: LayoutKey) -> Iterator[LayoutSet]:
     """The other cuts in which all of the version is, as far as is known, and out of which it can be read."""
-    for cut in cuts_to_come(model, record, line):
-        if all(is_readable(record, each) and record.whole.get(each) for each in cut):
-            yield cut
+    for layout_set in coming_layout_sets(model, record, key):
+        if all(is_readable(record, each) and record.whole.get(each) for each in layout_set):
+            yield layout_set
 
 
-def cuts_to_come(model: Model, record: VersionRecord, line: Line) -> Iterator[Cut]:
+def coming_layout_sets(model: Model, record: VersionRecord, key: LayoutKey) -> Iterator[LayoutSet]:
     """The other cuts out of which it can be read as soon as all of the version is there."""
-    for cut in model.cuts:
-        if line in cut or len(cut) > MAX_PARTS:
+    for layout_set in model.layout_sets:
+        if key in layout_set or len(layout_set) > MAX_PARTS:
             continue
-        if all(is_readable(record, each) if each in record.roots else each.is_boxed for each in cut):
-            yield cut
+        if all(is_readable(record, each) if each in record.roots else each.is_boxed for each in layout_set):
+            yield layout_set
 
 
-def _is_of_its_cut(model: Model, record: VersionRecord, line: Line) -> bool:
+def _is_of_its_layout_set(model: Model, record: VersionRecord, key: LayoutKey) -> bool:
     """The version is known in a cut with that line, though perhaps not all of it is."""
-    return any(line in cut and any(other in record.roots for other in cut) for cut in model.known_cuts())
+    return any(
+        key in layout_set and any(other in record.roots for other in layout_set)
+        for layout_set in model.known_layout_sets()
+    )
 
 
 def why_unreadable(state: State, model: Model, record: VersionRecord, member: Member) -> Failure | None:
@@ -62,21 +69,21 @@ def why_unreadable(state: State, model: Model, record: VersionRecord, member: Me
         return None
     if may_fit(model, record, member):
         return _why_too_wide(model, record, member)
-    line, layouts = member.line, record.layouts
+    key, layouts = member.layout_key, record.layouts
     name = f"version {record.version} of {model.name}"
-    if record.roots and line.is_boxed != any(each.is_boxed for each in record.roots):
-        published, registered = ("without", "with") if line.is_boxed else ("with", "without")
+    if record.roots and key.is_boxed != any(each.is_boxed for each in record.roots):
+        published, registered = ("without", "with") if key.is_boxed else ("with", "without")
         text = f"{name} was published {published} boxes, and {member.worker} has registered {registered} them"
         hint = "register(..., boxes={...}) on both sides, or on neither; boxes={} says that all tensors are whole"
         return Failure("layout-mismatch", text, hint)
-    its = line if line in layouts else next((each for each in layouts if each[:2] == line[:2]), None)
+    its = key if key in layouts else next((each for each in layouts if each[:2] == key[:2]), None)
     difference = _difference(state, record, member, layouts[its]) if its is not None else None
-    if difference is None and line.is_boxed:
+    if difference is None and key.is_boxed:
         text = f"{name} has no digests of tiles, and {member.worker} is cut in another way"
         return Failure("layout-mismatch", text, "publish it with boxes too, or register the same tensors as there")
     if difference is None and its is None:
         others = sorted({each.shards for each in record.roots})
-        text = f"{member.worker} was opened with shards={line.shards}, {name} is cut in {', '.join(map(str, others))}"
+        text = f"{member.worker} was opened with shards={key.shards}, {name} is cut in {', '.join(map(str, others))}"
         hint = "open as many shards on both sides, or say with boxes what each of them has"
         return Failure("layout-mismatch", text, hint)
     if difference is None:
@@ -87,14 +94,18 @@ def why_unreadable(state: State, model: Model, record: VersionRecord, member: Me
 
 def _why_too_wide(model: Model, record: VersionRecord, member: Member) -> Failure | None:
     """It could be read across if it were cut in fewer shards. (Who is cut as the member is has it from elsewhere.)"""
-    line = member.line
-    if not line.is_boxed or line in record.layouts or not can_cross(record, line):
+    key = member.layout_key
+    if not key.is_boxed or key in record.layouts or not can_cross(record, key):
         return None
-    cuts = [cut for cut in model.cuts if line not in cut and all(is_readable(record, each) for each in cut)]
-    if not cuts or any(len(cut) <= MAX_PARTS for cut in cuts):
+    layout_sets = [
+        layout_set
+        for layout_set in model.layout_sets
+        if key not in layout_set and all(is_readable(record, each) for each in layout_set)
+    ]
+    if not layout_sets or any(len(layout_set) <= MAX_PARTS for layout_set in layout_sets):
         return None
-    text = f"version {record.version} of {model.name} is cut in {min(map(len, cuts))} shards, and {member.worker} in"
-    text = f"{text} another way: no read is made out of more than {MAX_PARTS} shards at once"
+    text = f"version {record.version} of {model.name} is cut in {min(map(len, layout_sets))} shards, and"
+    text = f"{text} {member.worker} in another way: no read is made out of more than {MAX_PARTS} shards at once"
     return Failure("layout-mismatch", text, "publish it from fewer ranks, each with more of it")
 
 
@@ -109,7 +120,7 @@ def _difference(state: State, record: VersionRecord, member: Member, layout: Dig
     except UsageError:
         return None  # what is no layout differs too, but no word of it is repeated
     text = layout_difference(ours, others, here=here, there=there)
-    return (text, difference_hint(ours, others, shards=member.line.shards)) if text is not None else None
+    return (text, difference_hint(ours, others, shards=member.layout_key.shards)) if text is not None else None
 
 
 # --- Where a version is, whatever the cut: whether somebody has all of it, and whether a line of it is had elsewhere.
@@ -117,47 +128,54 @@ def _difference(state: State, record: VersionRecord, member: Member, layout: Dig
 
 def is_whole(state: State, model: Model, record: VersionRecord) -> bool:
     """Somebody is known to have each of its shards. Otherwise it seems lost, though who has it may only be cut off."""
-    return any(all(_is_line_whole(state, record, line) for line in cut) for cut in model.known_cuts())
+    return any(all(_is_key_whole(state, record, key) for key in layout_set) for layout_set in model.known_layout_sets())
 
 
-def _is_line_whole(state: State, record: VersionRecord, line: Line) -> bool:
-    return any(facts.has_whole(state, worker, record.version) for worker in record.holders.get(line, {}))
+def _is_key_whole(state: State, record: VersionRecord, key: LayoutKey) -> bool:
+    return any(facts.has_whole(state, worker, record.version) for worker in record.holders.get(key, {}))
 
 
-def by_another_cut(
-    state: State, model: Model, record: VersionRecord, line: Line, counts: Callable[[Member], bool]
+def is_in_another_layout(
+    state: State, model: Model, record: VersionRecord, key: LayoutKey, counts: Callable[[Member], bool]
 ) -> bool:
     """What is in that line can be had out of another cut, of which somebody who counts has each line."""
-    if not line.is_boxed:
+    if not key.is_boxed:
         return False
-    for cut in cuts_to_read(model, record, line):
-        if all(any(counts(state.known(worker)) for worker in record.whole[each]) for each in cut):
+    for layout_set in readable_layout_sets(model, record, key):
+        if all(any(counts(state.known(worker)) for worker in record.whole[each]) for each in layout_set):
             return True
     return False
 
 
 def has_company(model: Model, member: Member) -> bool:
     """Somebody else whom one relies on could have the version: one of its line, or all of another cut."""
-    if len(model.reliable.get(member.line, {})) > 1:
+    if len(model.reliable.get(member.layout_key, {})) > 1:
         return True
-    if not member.line.is_boxed:
+    if not member.layout_key.is_boxed:
         return False
-    others = [cut for cut in model.cuts if member.line not in cut and all(line.is_boxed for line in cut)]
-    return any(all(any(w not in model.closing for w in model.reliable.get(line, {})) for line in cut) for cut in others)
+    others = [
+        layout_set
+        for layout_set in model.layout_sets
+        if member.layout_key not in layout_set and all(key.is_boxed for key in layout_set)
+    ]
+    return any(
+        all(any(w not in model.closing for w in model.reliable.get(key, {})) for key in layout_set)
+        for layout_set in others
+    )
 
 
 def is_relied_on(member: Member, record: VersionRecord) -> bool:
     """It has the version, and gives it up only when it is told that it may."""
-    return member.hello.reliable and member.keeps(record.version)
+    return member.hello.reliable and member.will_keep(record.version)
 
 
-def is_kept_by_spot(state: State, record: VersionRecord, line: Line) -> bool:
+def is_kept_by_spot(state: State, record: VersionRecord, key: LayoutKey) -> bool:
     """A worker that nobody relies on has the version whole and does not leave it: better than nobody."""
-    for worker in record.whole.get(line, {}):
+    for worker in record.whole.get(key, {}):
         member = state.members.get(worker)
         if member is None or not member.is_connected or member.report.closing or member.hello.reliable:
             continue
-        if member.stays(record.version) or member.has_whole_copy(record.version):
+        if member.will_stay(record.version) or member.has_whole_copy(record.version):
             return True
     return False
 
@@ -219,29 +237,31 @@ def describe(state: State, name: ModelName, spec: Spec, shard: Shard) -> Describ
     if version is None:
         return DescribedView(failure=failure)
     record = model.look_up(version)
-    cut = _cut_of(model, record)
-    if shard >= len(cut):
-        text = f"{name} has {len(cut)} shards, and none is number {shard}"
+    layout_set = _layout_set_of(model, record)
+    if shard >= len(layout_set):
+        text = f"{name} has {len(layout_set)} shards, and none is number {shard}"
         return DescribedView(failure=Failure("usage", text, "shards count from 0"))
-    line = cut[shard]
-    layout = state.layouts.get(record.layouts[line]) if line in record.layouts else None
+    key = layout_set[shard]
+    layout = state.layouts.get(record.layouts[key]) if key in record.layouts else None
     if layout is None:
         text = f"nobody has said how shard {shard} of version {version} of {name} is laid out"
         return DescribedView(failure=Failure("version-unavailable", text, "whoever registers it says so"))
-    sources = tuple(_sources(state, model, record, line)[:MAX_SOURCES])
-    return DescribedView(version, len(cut), record.roots[line], bytes(layout.layout), sources)
+    sources = tuple(_sources(state, model, record, key)[:MAX_SOURCES])
+    return DescribedView(version, len(layout_set), record.roots[key], bytes(layout.layout), sources)
 
 
-def _cut_of(model: Model, record: VersionRecord) -> Cut:
+def _layout_set_of(model: Model, record: VersionRecord) -> LayoutSet:
     """In which the version is told of: one of which somebody has each line."""
-    cuts = list(model.known_cuts())
-    return next((cut for cut in cuts if all(record.whole.get(line) for line in cut)), cuts[0])
+    layout_sets = list(model.known_layout_sets())
+    return next(
+        (layout_set for layout_set in layout_sets if all(record.whole.get(key) for key in layout_set)), layout_sets[0]
+    )
 
 
-def _sources(state: State, model: Model, record: VersionRecord, line: Line) -> list[SourceView]:
+def _sources(state: State, model: Model, record: VersionRecord, key: LayoutKey) -> list[SourceView]:
     """Those of whom most is to be hoped first."""
     found = []
-    for member in [state.known(worker) for worker in record.whole.get(line, {})]:
+    for member in [state.known(worker) for worker in record.whole.get(key, {})]:
         from_host = not member.holds(record.version)
         likely = facts.is_here(state, member), not member.report.closing, not from_host
         found.append((tuple(not each for each in likely), member.worker, from_host, member.hello.endpoints))

@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
 
-from ...protocol.names import WorkerId
-from .. import state as facts
-from ..members import OpenRead, Tier
-from ..state import State
+from ..protocol.names import WorkerId
+from . import state as facts
+from .members import OpenRead, Tier
+from .state import State
 
 # --- Who reads from whom: facts in, (source, reason) out.
 #

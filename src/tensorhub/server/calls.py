@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from math import ceil, inf
 
-from ...protocol.messages import (
+from ..protocol.messages import (
     PREFETCHED,
     Empty,
     Failure,
@@ -15,16 +15,15 @@ from ...protocol.messages import (
     Vacated,
     Withdrawing,
 )
-from ...protocol.names import ModelName, ReplicaName, Shard, Version, WorkerId
-from ...protocol.status import HeldView
-from .. import state as facts
-from ..decisions import AcceptPublish, Admit, Decision, Fail, Finish, LookAgain, Promise, Resolve, Wait
-from ..groups import GroupCall, Replica, some_shards
-from ..members import Line, Member, version_in
-from ..state import State
-from ..versions import Model, VersionRecord
-from . import admission, layouts, retention, selection
+from ..protocol.names import ModelName, ReplicaName, Shard, Version, WorkerId
+from ..protocol.status import HeldView
+from . import admission, apply, layouts, retention, selection
 from . import reads as across
+from . import state as facts
+from .groups import GroupCall, Replica, some_shards
+from .members import NEWS, LayoutKey, Member, version_in
+from .state import State
+from .versions import Model, VersionRecord
 
 # --- Which version a call means by now. An update never goes back: not behind what is held, nor what was held before.
 #
@@ -101,7 +100,7 @@ def _prefetched(
     """The newest version of which each shard of the replica has a whole copy; or what they hold; or the latest."""
     members = [state.known(worker) for worker in replica.members.values()]  # all of them: it is of an update
     for version in sorted(model.versions, reverse=True):  # what somebody has a whole copy of exists
-        if all(member.fills_itself(version) for member in members):
+        if all(member.can_fill_itself(version) for member in members):
             return version, None
     return (held, None) if held is not None else model.resolve("latest")
 
@@ -158,7 +157,7 @@ def may_come(model: Model, number: int) -> bool:
 
 # --- How a group call goes forward: what it resolves to, what it waits for, when it is over.
 #
-# `advance` yields one decision after another. Each is carried out before it goes on, so that the next follows from it.
+# `advance` takes one step after another: the next follows from what the one before has changed.
 
 
 TRIES = 3  # a source that lives may fail a reader so often before it is given up: a link reset, a restart
@@ -171,43 +170,58 @@ HOPELESS = {  # another source would not help; what would, where that is known
 }
 
 
-def advance(state: State, model: Model, replica: Replica, call: GroupCall) -> Iterator[Decision]:
+def advance(state: State, model: Model, replica: Replica, call: GroupCall) -> None:
     """Take the call as far as the facts allow."""
     if call.is_over:
         return
     if call.pending and _still_in(state, replica, call, call.arrived):
-        yield Admit(replica, call)
+        for shard, root in call.pending.items():
+            call.arrived[shard] = root
+            state.mark_dirty(replica.members[shard])
+        call.pending = {}
     if call.differing:
         difference = _why_different(state, replica, call)
         if difference is not None:
-            yield Fail(call, difference)
+            call.fail(difference)
             return
     missing = _missing(replica)
     if missing != call.waiting:
-        yield Wait(call, missing)
+        call.waiting = missing
     if missing is not None:
         incomplete, look_again_at = _why_incomplete(state, replica, call)
         if incomplete is not None:
-            yield Fail(call, incomplete)
+            call.fail(incomplete)
             return
         if look_again_at < inf:
             for shard in call.arrived:
                 waiting = state.members.get(replica.members[shard]) if shard in replica.members else None
                 if waiting is not None:
-                    yield LookAgain(waiting, look_again_at)
+                    state.members.wake(waiting, look_again_at)
     if call.verb in facts.FILLS:
-        yield from _advance_fill(state, model, replica, call)
+        _advance_fill(state, model, replica, call)
     elif call.claim is not None and call.version is None and call.waiting is None:
-        yield from _advance_claim(state, model, replica, call, call.claim)
+        _advance_claim(state, model, replica, call, call.claim)
     elif call.claim is not None and call.waiting is None and not call.is_resolved_here:
-        yield from _judge_former_claim(state, model, replica, call, call.claim)
+        _judge_former_claim(state, model, replica, call, call.claim)
     elif call.verb == "publish":
-        yield from _advance_publish(state, model, replica, call)
+        _advance_publish(state, model, replica, call)
     stuck = _why_stuck(state, model, replica) if not call.is_over and not state.is_recovering else None
     if stuck is not None:
-        yield _give_up(replica, call, stuck)
+        _give_up(replica, call, stuck)
     if not call.is_over and _is_done(state, replica, call):
-        yield Finish(model, replica, call)
+        _finish(state, model, replica, call)
+
+
+def _finish(state: State, model: Model, replica: Replica, call: GroupCall) -> None:
+    """It has ended well on all shards."""
+    call.finish()
+    replica.finished = max(replica.finished, call.number)
+    if call.version is not None:
+        apply.note_filled(state, model, replica)
+    if call.verb == "publish" and call.version is not None:
+        if model.note_exists(call.version):
+            state.mark_waiting_dirty(model, NEWS)
+        model.record(call.version).note_published(facts.roots_of(state, replica, call), replica.name)
 
 
 def _missing(replica: Replica) -> Failure | None:
@@ -318,95 +332,119 @@ def _is_done(state: State, replica: Replica, call: GroupCall) -> bool:
 # --- publish ----------------------------------------------------------------------------------------------------------
 
 
-def _advance_publish(state: State, model: Model, replica: Replica, call: GroupCall) -> Iterator[Decision]:
+def _advance_publish(state: State, model: Model, replica: Replica, call: GroupCall) -> None:
     if call.version is not None or call.waiting is not None:
         return
     waiting = _why_wait(state, model, replica)
     if waiting is not None:
-        yield Wait(call, waiting)
+        call.waiting = waiting
         return
     if len({call.grids.get(shard) for shard in call.arrived}) > 1:
         text = f"the shards of {replica.name} have cut {call} into different tiles: layouts have come or gone meanwhile"
-        yield Fail(call, Failure("group-incomplete", text, "publish again on all shards"))
+        call.fail(Failure("group-incomplete", text, "publish again on all shards"))
         return
     version = Version(int(call.spec))
     conflict = model.conflict(replica, version, facts.roots_of(state, replica, call))
     conflict = conflict or admission.conflict_with(state, model, replica, version)
     if conflict is not None:
-        yield Fail(call, conflict)
+        call.fail(conflict)
     else:
-        yield AcceptPublish(model, replica, call, version)
+        _accept_publish(state, model, replica, call, version)
 
 
-def _advance_claim(
-    state: State, model: Model, replica: Replica, call: GroupCall, version: Version
-) -> Iterator[Decision]:
+def _advance_claim(state: State, model: Model, replica: Replica, call: GroupCall, version: Version) -> None:
     """All shards have come to an unpublish that claims a number."""
     waiting = _why_wait(state, model, replica) or admission.why_wait(state, replica)
     if waiting is not None:
-        yield Wait(call, waiting)
+        call.waiting = waiting
         return
     conflict = admission.why_refuse_claim(state, model, replica, version)
-    yield Resolve(call, version) if conflict is None else Fail(call, conflict)
+    if conflict is None:
+        call.resolve(version)
+    else:
+        call.fail(conflict)
 
 
-def _judge_former_claim(
-    state: State, model: Model, replica: Replica, call: GroupCall, version: Version
-) -> Iterator[Decision]:
+def _judge_former_claim(state: State, model: Model, replica: Replica, call: GroupCall, version: Version) -> None:
     """A claim of a session that is over. Nothing has been changed for it yet: who has lost the number hears so now."""
     conflict = admission.why_taken(state, model, replica, version)
     if conflict is not None:
-        yield Fail(call, conflict)
+        call.fail(conflict)
+
+
+def _accept_publish(state: State, model: Model, replica: Replica, call: GroupCall, version: Version) -> None:
+    record = model.record(version)
+    if not record.exists:  # what a publish before this one has left is not what the version is
+        record.roots = {}
+        still = {worker.replica: None for held in record.holders.values() for worker in held}
+        record.publishers = {name: None for name in record.publishers if name in still}
+        record.taken = None
+    roots = record.accepted[replica.name] = facts.roots_of(state, replica, call)
+    record.roots.update(roots)
+    for worker in replica.members.values():
+        member = state.members.get(worker)
+        if member is not None:
+            record.layouts[member.layout_key] = member.report.layout
+    record.claims[replica.name] = None
+    call.version = version
 
 
 # --- replicate and update ---------------------------------------------------------------------------------------------
 
 
-def _advance_fill(state: State, model: Model, replica: Replica, call: GroupCall) -> Iterator[Decision]:
+def _advance_fill(state: State, model: Model, replica: Replica, call: GroupCall) -> None:
     if call.version is None:
-        yield _resolve(state, model, replica, call)
+        _resolve(state, model, replica, call)
     version = call.version
     if version is None or call.is_over:
         return
     record = model.look_up(version)
     if replica.name not in record.promised:
-        yield Promise(model, replica, version)
+        model.record(version).promised[replica.name] = None
     for shard in call.arrived:
         worker = replica.members.get(shard)
         member = state.members.get(worker) if worker is not None else None
         if member is not None and not call.is_over and not _has_arrived(member, version):
             failure = _why_hopeless(state, model, record, member)
             if failure is not None:
-                yield _give_up(replica, call, failure)
+                _give_up(replica, call, failure)
 
 
-def _give_up(replica: Replica, call: GroupCall, failure: Failure) -> Decision:
+def _give_up(replica: Replica, call: GroupCall, failure: Failure) -> None:
     """It cannot succeed. All shards hear so together: one that came later would be counted as making the next call."""
-    return Wait(call, failure) if replica.missing() else Fail(call, failure)
+    if replica.missing():
+        call.waiting = failure
+    else:
+        call.fail(failure)
 
 
-def _resolve(state: State, model: Model, replica: Replica, call: GroupCall) -> Decision:
+def _resolve(state: State, model: Model, replica: Replica, call: GroupCall) -> None:
     if not admission.is_whole(state, model, replica):
-        return Wait(call, admission.recovering(state))
+        call.waiting = admission.recovering(state)
+        return
     missing = _missing(replica) if call.verb == "update" else None
     if missing is not None and not is_known(state, replica, call):
-        return Wait(call, missing)  # an update never goes back, and what they all hold is not known yet
+        call.waiting = missing  # an update never goes back, and what they all hold is not known yet
+        return
     version, failure = meant_by(state, model, replica, call)
     if missing is not None and version is not None and is_older(state, replica, call, version):
-        return Wait(call, missing)  # nor is it known yet what they all had
+        call.waiting = missing  # nor is it known yet what they all had
+        return
     if version is None:
         assert failure is not None
         if isinstance(call.spec, int) and not (call.waits and may_come(model, call.spec)):
-            return _give_up(replica, call, failure)
-        return Wait(call, Failure(failure.code, failure.message) if call.waits else failure)
+            _give_up(replica, call, failure)
+        else:
+            call.waiting = Failure(failure.code, failure.message) if call.waits else failure
+        return
     record = model.look_up(version)
-    absent = _absent_line(state, model, replica, record)
+    absent = _absent_key(state, model, replica, record)
     if absent is None:
-        return Resolve(call, version)
-    unreadable = _why_unreadable(state, model, replica, record)
-    if unreadable is not None:
-        return _give_up(replica, call, unreadable)
-    return Wait(call, _unavailable(state, model, record, absent))
+        call.resolve(version)
+    elif (unreadable := _why_unreadable(state, model, replica, record)) is not None:
+        _give_up(replica, call, unreadable)
+    else:
+        call.waiting = _unavailable(state, model, record, absent)
 
 
 def _why_unreadable(state: State, model: Model, replica: Replica, record: VersionRecord) -> Failure | None:
@@ -418,35 +456,35 @@ def _why_unreadable(state: State, model: Model, replica: Replica, record: Versio
 def _can_serve(state: State, worker: WorkerId, version: Version) -> bool:
     """It has the whole version, and does not want to leave it."""
     member = state.members.get(worker)
-    return member is not None and (member.holds_on(version) or member.has_whole_copy(version))
+    return member is not None and (member.will_hold(version) or member.has_whole_copy(version))
 
 
-def _absent_line(state: State, model: Model, replica: Replica, record: VersionRecord) -> Line | None:
+def _absent_key(state: State, model: Model, replica: Replica, record: VersionRecord) -> LayoutKey | None:
     """A line of the version that nobody, or only somebody about to leave, holds whole."""
     for shard in range(replica.shards):
         mine = state.members.get(replica.members[Shard(shard)]) if Shard(shard) in replica.members else None
-        line = mine.line if mine is not None else Line(replica.shards, Shard(shard))
-        is_there = any(_can_serve(state, worker, record.version) for worker in record.holders.get(line, {}))
-        if not is_there and not _can_serve_across(state, model, record, line):
-            return line
+        key = mine.layout_key if mine is not None else LayoutKey(replica.shards, Shard(shard))
+        is_there = any(_can_serve(state, worker, record.version) for worker in record.holders.get(key, {}))
+        if not is_there and not _can_serve_across(state, model, record, key):
+            return key
     return None
 
 
-def _can_serve_across(state: State, model: Model, record: VersionRecord, line: Line) -> bool:
+def _can_serve_across(state: State, model: Model, record: VersionRecord, key: LayoutKey) -> bool:
     """Of some other cut somebody has each line, and does not want to leave it."""
-    if not layouts.can_cross(record, line):
+    if not layouts.can_cross(record, key):
         return False
-    for cut in layouts.cuts_to_read(model, record, line):
-        if all(any(_can_serve(state, worker, record.version) for worker in record.whole[each]) for each in cut):
+    for layout_set in layouts.readable_layout_sets(model, record, key):
+        if all(any(_can_serve(state, worker, record.version) for worker in record.whole[each]) for each in layout_set):
             return True
     return False
 
 
-def _unavailable(state: State, model: Model, record: VersionRecord, line: Line) -> Failure:
-    holders = [state.members.get(worker) for worker in record.holders.get(line, {})]
+def _unavailable(state: State, model: Model, record: VersionRecord, key: LayoutKey) -> Failure:
+    holders = [state.members.get(worker) for worker in record.holders.get(key, {})]
     leaving = [str(member.worker) for member in holders if member is not None and member.holds(record.version)]
     last = f"; {[*leaving, record.last_holder][0]} held it last" if leaving or record.last_holder else ""
-    text = f"nobody holds shard {line.shard} of version {record.version} of {model.name} now{last}"
+    text = f"nobody holds shard {key.shard} of version {record.version} of {model.name} now{last}"
     older = [
         v for v, r in sorted(model.versions.items(), reverse=True) if v != record.version and any(r.holders.values())
     ]
@@ -466,7 +504,7 @@ def _why_hopeless(state: State, model: Model, record: VersionRecord, member: Mem
         return unreadable
     failures, told = member.report.failures, member.report.across
     is_of_it = told is not None and told.version == record.version
-    if told is not None and is_of_it and told.root and record.roots.get(member.line) not in (None, told.root):
+    if told is not None and is_of_it and told.root and record.roots.get(member.layout_key) not in (None, told.root):
         text = f"what {member.worker} would get as version {record.version} out of another cut is not what others got"
         return Failure("version-conflict", text, "was the version published twice, with different content?")
     if failures and (failures[-1].code in HOPELESS or _has_failed_enough(state, model, record, member)):
@@ -501,14 +539,16 @@ def _has_failed_enough(state: State, model: Model, record: VersionRecord, member
 def _has_hope(state: State, model: Model, record: VersionRecord, member: Member, *, is_last: bool = False) -> bool:
     """The version may still come: each line of its own or of another cut has a worker that has or gets all of it."""
 
-    def may_come(line: Line) -> bool:
-        holders = record.holders.get(line, {})
+    def may_come(key: LayoutKey) -> bool:
+        holders = record.holders.get(key, {})
         return any(_may_bring(state, record, member, worker, is_last=is_last) for worker in holders)
 
-    if may_come(member.line):
+    if may_come(member.layout_key):
         return True
-    is_boxed = layouts.can_cross(record, member.line)
-    return is_boxed and any(all(map(may_come, cut)) for cut in layouts.cuts_to_come(model, record, member.line))
+    is_boxed = layouts.can_cross(record, member.layout_key)
+    return is_boxed and any(
+        all(map(may_come, layout_set)) for layout_set in layouts.coming_layout_sets(model, record, member.layout_key)
+    )
 
 
 def _may_bring(state: State, record: VersionRecord, member: Member, worker: WorkerId, *, is_last: bool) -> bool:

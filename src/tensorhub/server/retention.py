@@ -4,23 +4,23 @@ from collections.abc import Iterable, Iterator
 from math import inf
 from typing import NamedTuple
 
-from ...protocol.messages import Failure, Filling, Holding, HostCopy, Withdrawing
-from ...protocol.names import Version, WorkerId
-from .. import state as facts
-from ..groups import GroupCall, Replica
-from ..members import Cut, Line, Member, Rank
-from ..state import State
-from ..versions import Model, VersionRecord
+from ..protocol.messages import Failure, Filling, Holding, HostCopy, Withdrawing
+from ..protocol.names import Version, WorkerId
 from . import admission, layouts
+from . import state as facts
+from .groups import GroupCall, Replica
+from .members import LayoutKey, LayoutSet, Member, Rank
+from .state import State
+from .versions import Model, VersionRecord
 
 # --- What a worker fetches into host memory ahead of its caller's call.
 #
-# Its caller may wish for a version, its settings may say that it always fetches the newest one, and a site that lacks
-# the newest version *elects* a worker to fetch it.
+# Its caller asks for a version, its settings say that it always fetches the newest one, or its site lacks the newest
+# version and *elects* it to fetch that.
 
 
 def wanted_ahead(state: State, model: Model, member: Member) -> Iterator[Version]:
-    """What it should have a host copy of, apart from what it has to keep for others; the most important first."""
+    """Versions that it should have a host copy of, beside those it keeps for others; the most important first."""
     wished, latest = _wished(model, member), _latest(model, member)
     if wished is not None:
         yield wished
@@ -51,23 +51,23 @@ def _fetches(state: State, model: Model, member: Member, latest: Version) -> boo
 
 
 def is_elected(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
-    """The member is to fetch the version ahead for its site, where nobody has any of it."""
-    site, line = member.hello.site, member.line
+    """The member is to fetch the version ahead for its site, which has nothing of it."""
+    site, key = member.hello.site, member.layout_key
     if len(model.sites) < 2 or not _is_able(state, model, member, record):
         return False
     current = state.reads.current.get(member.worker)
     is_begun = current is not None and current.version == record.version and current.grant.to_host
-    if (is_begun and not member.loses_copy(record.version)) or member.copy(record.version) is not None:
+    if (is_begun and not member.is_dropping_copy(record.version)) or member.copy(record.version) is not None:
         return True  # it was elected before, and has begun
-    for worker in record.holders.get(line, {}):
+    for worker in record.holders.get(key, {}):
         other = state.members.get(worker)
         if other is None or other.hello.site != site or worker == member.worker:
             continue
-        if other.turns_lost > member.turns_lost and worker not in record.whole.get(line, {}):
+        if other.turns_lost > member.turns_lost and worker not in record.whole.get(key, {}):
             continue
         if not facts.is_silent(state, other):  # one whose line broke is back in a moment
             return False
-    mates = [mate for mate in facts.members_of(state, model, line) if mate.hello.site == site]
+    mates = [mate for mate in facts.members_of(state, model, key) if mate.hello.site == site]
     able = [mate for mate in mates if _is_able(state, model, mate, record)]
     return min(able, key=lambda mate: (mate.turns_lost, mate.worker)) is member
 
@@ -81,37 +81,35 @@ def _is_able(state: State, model: Model, member: Member, record: VersionRecord) 
     return is_staying and has_room and member.hello.prefetch != "never"
 
 
-# --- Which version is safe enough to be the only one left: the newest *established* one.
+# --- The newest *established* version: the one that is safe enough to be the only one left.
 #
 # A version is established once each of its shards has been whole outside the replicas that published it: in a reliable
-# worker if any lives there, else in a spot one. Who was told that it may give the version up does not count: it may
-# do so before anybody hears of it. Nor does who closes, or wants to give it up without room for a copy: nothing would
-# be established once it is gone. The newest established version is retained until a newer one is established, however
-# old it is: what was published since may go with its publisher.
+# worker if one lives there, else in a spot worker. A worker does not count when it may drop the version, is closing, or
+# withdraws it without room for a copy. The newest established version is retained until a newer one is established,
+# however old it is: versions published since may be lost with their publisher.
 #
-# One worker of each shard pays for that, all of one replica where they can. Ahead of need, while it holds the version
-# and its caller computes, it copies it to host memory. Where there was no time, it does so before it leaves the
-# version. Where there is no room, it leaves the version after the others.
+# One worker of each shard makes a host copy for that, ahead of need, while its caller computes. Without time it copies
+# before it leaves the version. Without room it leaves the version after the others.
 
 
 def newly_established(state: State, model: Model) -> list[VersionRecord]:
-    """Of the versions of which somebody has got or lost all: those established now that were not before."""
+    """Versions that are established now and were not before, among those whose holders have changed."""
     changed = [model.versions.get(version) for version in model.changed]
     found = [record for record in changed if record is not None and record.exists and not record.is_established]
     return [record for record in found if _is_whole_outside(state, model, record)]
 
 
 def _is_whole_outside(state: State, model: Model, record: VersionRecord) -> bool:
-    return any(_is_cut_outside(state, model, record, cut) for cut in model.known_cuts())
+    return any(_is_set_outside(state, model, record, layout_set) for layout_set in model.known_layout_sets())
 
 
-def _is_cut_outside(state: State, model: Model, record: VersionRecord, cut: Cut) -> bool:
-    for line in cut:
-        reliable = model.reliable.get(line, {})
+def _is_set_outside(state: State, model: Model, record: VersionRecord, layout_set: LayoutSet) -> bool:
+    for key in layout_set:
+        reliable = model.reliable.get(key, {})
         needs_reliable = any(w.replica not in record.publishers and w not in model.closing for w in reliable)
         if not any(
             _has_it_to_stay(state, model, worker, record.version)
-            for worker in record.whole.get(line, {})
+            for worker in record.whole.get(key, {})
             if worker.replica not in record.publishers and (worker in reliable or not needs_reliable)
         ):
             return False
@@ -119,61 +117,61 @@ def _is_cut_outside(state: State, model: Model, record: VersionRecord, cut: Cut)
 
 
 def _has_it_to_stay(state: State, model: Model, worker: WorkerId, version: Version) -> bool:
-    """It keeps the version until it is told otherwise, and will not be told so for want of room."""
+    """It keeps the version until the server tells it otherwise, and has room to keep it."""
     member = state.members.get(worker)
-    if member is None or not member.keeps(version):
+    if member is None or not member.will_keep(version):
         return False
-    if member.holds_on(version) or member.copy(version) is not None or member.report.copies_left:
+    if member.will_hold(version) or member.copy(version) is not None or member.report.copies_left:
         return True
     return member.hello.reliable and facts.is_wished(state, model, member, version)  # then it waits for room
 
 
 def _is_all_outside(model: Model, record: VersionRecord) -> bool:
-    """Somebody has each shard, beside its publishers, whether anybody relies on him or not."""
+    """Each shard has a holder outside its publishers, reliable or spot."""
     return any(
-        all(any(worker.replica not in record.publishers for worker in record.whole.get(line, {})) for line in cut)
-        for cut in model.known_cuts()
+        all(any(worker.replica not in record.publishers for worker in record.whole.get(key, {})) for key in layout_set)
+        for layout_set in model.known_layout_sets()
     )
 
 
 def has_reliable_holder(state: State, model: Model, record: VersionRecord, leaver: Member) -> bool:
-    """Somebody reliable keeps the leaver's shard.
+    """Another reliable worker keeps the leaver's shard.
 
     For the newest established version, outside its publishers: it outlives them.
     """
-    reliable = model.reliable.get(leaver.line, {})
+    reliable = model.reliable.get(leaver.layout_key, {})
     must_be_outside = record.version in model.glance().outliving and leaver.worker.replica not in record.publishers
-    for worker in record.whole.get(leaver.line, {}):
+    for worker in record.whole.get(leaver.layout_key, {}):
         if worker not in reliable or (must_be_outside and worker.replica in record.publishers):
             continue
         member = state.members.get(worker)
-        if member is not None and member.keeps(record.version):
+        if member is not None and member.will_keep(record.version):
             return True
 
     def counts(member: Member) -> bool:
         is_inside = must_be_outside and member.worker.replica in record.publishers
-        return member.hello.reliable and not is_inside and member is not leaver and member.keeps(record.version)
+        return member.hello.reliable and not is_inside and member is not leaver and member.will_keep(record.version)
 
-    return layouts.by_another_cut(state, model, record, leaver.line, counts)
+    return layouts.is_in_another_layout(state, model, record, leaver.layout_key, counts)
 
 
-def is_keeper(model: Model, member: Member) -> bool:
-    """It holds the newest established version, and of those that do it is the one to make a copy ahead of need."""
+def is_to_copy_ahead(model: Model, member: Member) -> bool:
+    """It holds the newest established version, and was chosen to copy it ahead of need."""
     buffer = member.content.buffer
     if not isinstance(buffer, Holding) or buffer.version != model.newest_established:
         return False
-    keepers = model.look_up(buffer.version).keepers.get(member.line)
-    return keepers is not None and keepers.chosen == member.worker
+    copy_candidates = model.look_up(buffer.version).copy_candidates.get(member.layout_key)
+    return copy_candidates is not None and copy_candidates.chosen == member.worker
 
 
-def may_keep(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
+def may_copy_ahead(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
     """It has all of the version and could make a copy of it ahead of need."""
-    if member.worker not in record.whole.get(member.line, {}):
+    if member.worker not in record.whole.get(member.layout_key, {}):
         return False
-    return _may_keep(state, model, record, member)
+    return _may_copy_ahead(state, model, record, member)
 
 
-def _may_keep(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
+def _may_copy_ahead(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
     report = member.report
     if member.worker.replica in record.publishers or report.closing or not member.is_connected:
         return False
@@ -187,12 +185,12 @@ def _may_keep(state: State, model: Model, record: VersionRecord, member: Member)
 
 
 def rank(member: Member, record: VersionRecord) -> Rank:
-    """Among those that could make a copy ahead of need."""
+    """The order among workers that could copy ahead of need."""
     return not member.hello.reliable, member.copy(record.version) is None, member.worker
 
 
 def is_another_on_its_way(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
-    """Another replica is leaving this version for a newer one, or has left it: it has that one before this one must.
+    """Another replica leaves this version for a newer one, or has left it: it has that one before this one must leave.
 
     Nobody is waited for once all of what this one wants is outside its publishers, in one replica or in several: two
     of them that have half of it each would wait for each other. For the same reason a replica of which a shard has left
@@ -222,10 +220,10 @@ def _others(state: State, replica: Replica, call: GroupCall, member: Member, *, 
     for as long as one that died.
     """
     is_half = call.waiting is not None and state.now >= call.began + state.settings.lease_s
-    is_other_cut = replica.cut is not None and member.line not in replica.cut
-    counts_all = is_other_cut and member.line.is_boxed and not has_begun and not is_half
+    is_other_cut = replica.layout_set is not None and member.layout_key not in replica.layout_set
+    counts_all = is_other_cut and member.layout_key.is_boxed and not has_begun and not is_half
     for other in _members(state, replica):
-        if other.line == member.line or (counts_all and other.line.is_boxed):
+        if other.layout_key == member.layout_key or (counts_all and other.layout_key.is_boxed):
             yield other
 
 
@@ -237,7 +235,7 @@ def _members(state: State, replica: Replica) -> Iterator[Member]:
 
 def _has_left(member: Member, record: VersionRecord) -> bool:
     buffer = member.content.buffer
-    return member.is_let_go or not isinstance(buffer, (Holding, Withdrawing)) or buffer.version != record.version
+    return member.may_drop or not isinstance(buffer, (Holding, Withdrawing)) or buffer.version != record.version
 
 
 def _is_on_its_way(record: VersionRecord, replica: Replica, member: Member, other: Member) -> bool:
@@ -249,66 +247,63 @@ def _is_on_its_way(record: VersionRecord, replica: Replica, member: Member, othe
     return _has_left(other, record) or other.worker > member.worker  # of those that withdraw it the first by name stays
 
 
-# --- Who has to fetch a copy of what only such have as want to leave for good.
+# --- Handover: chooses the workers that copy a version whose last holders are closing.
 #
 # Rules:
-# - The heir is another reliable worker of the same line that can begin at once. If need be it drops a copy of what its
-#   buffer holds too. Where no reliable one can, one that nobody relies on is the heir, for a while: it is better than
-#   nobody.
-# - Where nobody of that line can, the heirs are workers of another cut, one for each of its lines that nobody keeps:
-# they
-#   read across. All of them, or none: a part of a cut is of no use.
-# - Only where nobody can begin at once somebody is the heir who has tried in vain; or else who will have room, as its
-#   copy of a version that nobody needs goes when it is read no more.
-# - Where there are none, who leaves does not wait.
+# - A reliable worker with the same layout that can begin at once takes over. It may drop a copy of what its buffer
+#   holds too. Without a reliable one a spot worker takes over, for a while.
+# - Where no worker of that layout can, workers of another layout take over, one for each of its shards that is not
+#   kept elsewhere: they read across. All of them, or none.
+# - Workers whose reads failed, or that still wait for room, come last.
+# - Where no worker can take over, the closing worker does not wait.
 
 
 MAX_LOOKED_AT = 256  # workers of one line: where none of so many has room, hardly another one has
 MAX_COMPARED = 16  # of those that can
 
 
-class Heirs(NamedTuple):
-    """Who they are; and whether they were looked for in other cuts, where they are the same for all lines of one."""
+class Handover(NamedTuple):
+    """The workers that take over. `is_across`: they are of another layout, the same workers for all of its keys."""
 
     workers: tuple[WorkerId, ...] = ()
     is_across: bool = False
 
 
-NOBODY = Heirs()
+NO_HANDOVER = Handover()
 AT_ONCE, IN_VAIN, WITH_ROOM = range(3)  # when somebody can begin: he tried and failed; he waits for room
 
 
-class Heir(NamedTuple):
-    """Who could be one, and when."""
+class HandoverCandidate(NamedTuple):
+    """A worker that could take over, and when."""
 
     member: Member
     when: int
 
 
 def is_one(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
-    """It has to fetch the version, for somebody who leaves."""
-    if member.worker in _heirs(state, model, record, member.line).workers:
+    """It has to fetch the version from a closing worker."""
+    if member.worker in _handover(state, model, record, member.layout_key).workers:
         return True
-    if not layouts.can_cross(record, member.line):
+    if not layouts.can_cross(record, member.layout_key):
         return False
-    seen: dict[Line, None] = {member.line: None}
+    seen: dict[LayoutKey, None] = {member.layout_key: None}
     for worker in model.closing:
         leaver = state.members.get(worker)
-        if leaver is None or leaver.line not in record.whole or leaver.line in seen:
+        if leaver is None or leaver.layout_key not in record.whole or leaver.layout_key in seen:
             continue
-        found = _heirs(state, model, record, leaver.line)
+        found = _handover(state, model, record, leaver.layout_key)
         if member.worker in found.workers:
             return True
-        cuts = _cuts_of(model, leaver.line) if found.is_across else []
-        seen = {**seen, leaver.line: None, **{line: None for cut in cuts for line in cut}}
+        layout_sets = _layout_sets_of(model, leaver.layout_key) if found.is_across else []
+        seen = {**seen, leaver.layout_key: None, **{key: None for layout_set in layout_sets for key in layout_set}}
     return False
 
 
 def are_there(state: State, model: Model, record: VersionRecord, leaver: Member) -> bool:
-    """Such as stay are about to have the version. For those that nobody relies on the leaver waits a while only."""
-    if _heirs(state, model, record, leaver.line).workers:
+    """Workers that stay are about to have the version. For spot workers the leaver waits a while only."""
+    if _handover(state, model, record, leaver.layout_key).workers:
         return True
-    for worker in record.holders.get(leaver.line, {}):
+    for worker in record.holders.get(leaver.layout_key, {}):
         member = state.members.get(worker)
         if member is None or not member.is_connected or member.report.closing:
             continue
@@ -320,22 +315,26 @@ def are_there(state: State, model: Model, record: VersionRecord, leaver: Member)
     return False
 
 
-def _heirs(state: State, model: Model, record: VersionRecord, line: Line) -> Heirs:
-    """Of what is in that line: one of it, or several of another cut; none where it is kept, or nobody can."""
-    since = _left_since(state, model, record, line)
-    if since is None or layouts.by_another_cut(state, model, record, line, lambda m: layouts.is_relied_on(m, record)):
-        return NOBODY
-    heir = _heir_of(state, model, record, line, since)
-    its_own = Heirs((heir.member.worker,)) if heir is not None else NOBODY
+def _handover(state: State, model: Model, record: VersionRecord, key: LayoutKey) -> Handover:
+    """For that layout key: one worker, or several of another layout; none where it is kept, or no worker can."""
+    since = _left_since(state, model, record, key)
+    if since is None or layouts.is_in_another_layout(
+        state, model, record, key, lambda m: layouts.is_relied_on(m, record)
+    ):
+        return NO_HANDOVER
+    heir = _heir_of(state, model, record, key, since)
+    its_own = Handover((heir.member.worker,)) if heir is not None else NO_HANDOVER
     if heir is not None and heir.when == AT_ONCE:
         return its_own
-    if layouts.is_kept_by_spot(state, record, line) or not layouts.is_readable(record, line):
+    if layouts.is_kept_by_spot(state, record, key) or not layouts.is_readable(record, key):
         return its_own
-    others = [_left_since(state, model, record, each) for cut in _cuts_of(model, line) for each in cut]
+    others = [
+        _left_since(state, model, record, each) for layout_set in _layout_sets_of(model, key) for each in layout_set
+    ]
     first = min([since, *[each for each in others if each is not None]])
-    best: tuple[tuple[int, ...], list[Heir]] | None = None
-    for number, cut in enumerate(model.cuts):
-        found = _heirs_in(state, model, record, cut, first) if line not in cut else None
+    best: tuple[tuple[int, ...], list[HandoverCandidate]] | None = None
+    for number, layout_set in enumerate(model.layout_sets):
+        found = _heirs_in(state, model, record, layout_set, first) if key not in layout_set else None
         if found:
             begun = sum(_has_copy(heir.member, record) for heir in found)
             is_spot = any(not heir.member.hello.reliable for heir in found)
@@ -343,64 +342,68 @@ def _heirs(state: State, model: Model, record: VersionRecord, line: Line) -> Hei
             best = (rank, found) if best is None or rank < best[0] else best
     if best is None or (heir is not None and heir.when <= best[0][0]):
         return its_own
-    return Heirs(tuple([heir.member.worker for heir in best[1]]), is_across=True)
+    return Handover(tuple([heir.member.worker for heir in best[1]]), is_across=True)
 
 
-def _cuts_of(model: Model, line: Line) -> list[Cut]:
-    return [cut for cut in model.cuts if line in cut]
+def _layout_sets_of(model: Model, key: LayoutKey) -> list[LayoutSet]:
+    return [layout_set for layout_set in model.layout_sets if key in layout_set]
 
 
-def _left_since(state: State, model: Model, record: VersionRecord, line: Line) -> float | None:
-    """When the first of those reliable ones wanted to leave who alone have it whole in that line; None: one stays."""
+def _left_since(state: State, model: Model, record: VersionRecord, key: LayoutKey) -> float | None:
+    """When the first reliable holder of that key began to close; None: a reliable holder stays."""
     if not model.closing:
         return None
     since = inf
-    for worker in record.whole.get(line, {}):
+    for worker in record.whole.get(key, {}):
         member = state.members.get(worker)
         if member is None or not member.hello.reliable:
             continue
-        if member.keeps(record.version):
+        if member.will_keep(record.version):
             return None
         if member.report.closing:
             since = min(since, member.closing_since)
     return since if since < inf else None
 
 
-def _heirs_in(state: State, model: Model, record: VersionRecord, cut: Cut, since: float) -> list[Heir] | None:
-    """One for each line of that cut that nobody keeps; None where a line has nobody who could."""
+def _heirs_in(
+    state: State, model: Model, record: VersionRecord, layout_set: LayoutSet, since: float
+) -> list[HandoverCandidate] | None:
+    """A worker for each key of that layout that is not kept. None where a key has no worker that can."""
     found = []
-    for line in cut:
-        if any(layouts.is_relied_on(state.known(worker), record) for worker in record.whole.get(line, {})):
+    for key in layout_set:
+        if any(layouts.is_relied_on(state.known(worker), record) for worker in record.whole.get(key, {})):
             continue
-        if not any(layouts.cuts_to_read(model, record, line)):
+        if not any(layouts.readable_layout_sets(model, record, key)):
             return None  # it has too many shards to be read at once
-        heir = _heir_of(state, model, record, line, since)
+        heir = _heir_of(state, model, record, key, since)
         if heir is not None:
             found.append(heir)
-        elif not layouts.is_kept_by_spot(state, record, line):
+        elif not layouts.is_kept_by_spot(state, record, key):
             return None
     return found
 
 
-def _heir_of(state: State, model: Model, record: VersionRecord, line: Line, since: float) -> Heir | None:
-    """One of that line; None where nobody can, or where such as nobody relies on would be nothing new, or too late."""
-    reliable = _living(state, model.reliable.get(line, {}))
-    heir = _best_of(state, model, record, line, reliable, is_reliable=True)
+def _heir_of(
+    state: State, model: Model, record: VersionRecord, key: LayoutKey, since: float
+) -> HandoverCandidate | None:
+    """A worker with that layout key. None where no worker can, or a spot worker would be nothing new, or late."""
+    reliable = _living(state, model.reliable.get(key, {}))
+    heir = _best_of(state, model, record, key, reliable, is_reliable=True)
     if heir is not None and heir.when == AT_ONCE:
         return heir
     is_too_late = heir is None and state.now >= since + state.settings.spot_heir_s
-    if is_too_late or layouts.is_kept_by_spot(state, record, line):
+    if is_too_late or layouts.is_kept_by_spot(state, record, key):
         return heir
-    spot = _best_of(state, model, record, line, facts.members_of(state, model, line), is_reliable=False)
+    spot = _best_of(state, model, record, key, facts.members_of(state, model, key), is_reliable=False)
     return spot if heir is None or (spot is not None and spot.when < heir.when) else heir
 
 
 def _best_of(
-    state: State, model: Model, record: VersionRecord, line: Line, others: Iterator[Member], *, is_reliable: bool
-) -> Heir | None:
-    """Of those that have a copy of it already, though not whole, and of the first others: the best that can."""
-    able: list[Heir] = []
-    for members, has_begun in ((_living(state, record.holders.get(line, {})), True), (others, False)):
+    state: State, model: Model, record: VersionRecord, key: LayoutKey, others: Iterator[Member], *, is_reliable: bool
+) -> HandoverCandidate | None:
+    """The best of those that have begun a copy of it, and of the first others."""
+    able: list[HandoverCandidate] = []
+    for members, has_begun in ((_living(state, record.holders.get(key, {})), True), (others, False)):
         seen = at_once = 0
         for member in members:
             is_meant = (member.hello.reliable or not is_reliable) and (not has_begun or _has_copy(member, record))
@@ -408,7 +411,7 @@ def _best_of(
                 continue
             when = _when(state, model, member, record)
             if when is not None:
-                able.append(Heir(member, when))
+                able.append(HandoverCandidate(member, when))
                 at_once += when == AT_ONCE
             seen += 1
             if seen == MAX_LOOKED_AT or at_once == MAX_COMPARED:
@@ -429,8 +432,8 @@ def _has_copy(member: Member, record: VersionRecord) -> bool:
     return member.copy(record.version) is not None
 
 
-def _rank(heir: Heir, record: VersionRecord) -> tuple[object, ...]:
-    """Who has begun, or has room, before one that has to make it; and a reliable worker before others."""
+def _rank(heir: HandoverCandidate, record: VersionRecord) -> tuple[object, ...]:
+    """A worker that has begun, or has room, before one that has to make room; reliable workers first."""
     member = heir.member
     makes_room = not _has_copy(member, record) and not member.report.copies_left
     return heir.when, member.turns_lost, not member.hello.reliable, makes_room, member.worker
@@ -447,7 +450,7 @@ def _when(state: State, model: Model, member: Member, record: VersionRecord) -> 
     is_making_room = any(
         copy.leaving
         or copy.number in member.releasing
-        or member.stays(copy.version)
+        or member.will_stay(copy.version)
         or copy.version == filled
         or _is_needless(state, model, member, copy)
         for copy in copies
@@ -456,54 +459,52 @@ def _when(state: State, model: Model, member: Member, record: VersionRecord) -> 
 
 
 def _gives_way(state: State, member: Member, copy: HostCopy, record: VersionRecord, filled: Version | None) -> bool:
-    """It is one of the version itself, or goes at once: nobody reads it, and its buffer has the same, or soon will."""
+    """It is of the version itself, or can go at once: it has no reader, and its buffer has the same, or soon will."""
     if copy.version == record.version:
         return True
     if any(not read.is_void for read in state.reads.from_copy(member.worker, copy.version)):
         return False
-    is_going = copy.leaving or copy.number in member.releasing or member.stays(copy.version)
-    return is_going or (copy.version == filled and member.fills_itself(copy.version))
+    is_going = copy.leaving or copy.number in member.releasing or member.will_stay(copy.version)
+    return is_going or (copy.version == filled and member.can_fill_itself(copy.version))
 
 
 def _is_needless(state: State, model: Model, member: Member, copy: HostCopy) -> bool:
-    """Its worker does not want it, and it need not be kept, or others do that: it goes once nobody reads it."""
+    """Its worker does not want it, and it need not be kept here: it goes with its last reader."""
     version = copy.version
     if version in model.glance().outliving:
         return False
     if version in model.retained() and not any(
         other.hello.reliable and not other.report.closing and other is not member
-        for other in map(state.known, model.staying.at(version, member.line))
+        for other in map(state.known, model.staying.at(version, member.layout_key))
     ):
         return False
     return not is_wanted_ahead(state, model, member, version)
 
 
 def _is_staying(member: Member, record: VersionRecord) -> bool:
-    """It is there, and does not leave. Who has begun may be away for a moment: its lease is the limit."""
+    """It is connected, and not closing. A worker that has begun may be away for as long as its lease."""
     return not member.report.closing and (member.is_connected or _has_copy(member, record))
 
 
-# --- What a publisher copies to its own host memory while what it has published rests.
+# --- What a publisher copies to its own host memory while its version rests.
 #
-# Where no other reliable worker has the version it will be the last reliable holder when it withdraws that, and would
-# have to offload it then, while its caller waits. So it makes the copy before it is needed, and `unpublish` copies
-# nothing.
+# A publisher that is the last reliable holder would have to offload the version at its next withdrawal, while its
+# caller waits. It makes the copy before, and `unpublish` copies nothing.
 #
 # Rules:
-# - Where other workers of its shard are reliable they may have the version in a moment, and the copy would be in vain.
-#   So it is ordered only once the version has rested for a while.
-# - It is ordered only where there is room beside what is there, and beside what the caller wants fetched ahead; and,
-#   where others are reliable, beside what it may have to keep as their heir.
-# - The copy goes when another reliable worker has all of the version; when the version need not be kept any more; or
-# when
-#   another reliable worker has come and there is no more room, for the publisher may have to be its heir.
+# - Where other reliable workers of its shard live, they may have the version in a moment: the copy is ordered once the
+#   version has rested for a while.
+# - It is ordered only where there is room beside other copies, beside what the caller wants fetched ahead, and beside
+#   what a handover may need.
+# - The copy goes when another reliable worker has the version, when the version need not be kept any more, or when
+#   another reliable worker has come and there is no more room.
 
 
 REST_S = 1.0  # a GiB over 10 Gbit/s: who is not done by then may take long
 
 
 def version_to_copy(state: State, model: Model, member: Member) -> Version | None:
-    """What it is to copy now, or has copied, because nobody else reliable may have it in time."""
+    """What it is to copy now, or has copied, because no other reliable worker may have it in time."""
     version = _kept_here(model, member)
     if version is None or member.report.copy_error is not None:
         return None
@@ -519,18 +520,18 @@ def is_resting_used(state: State, model: Model, member: Member, version: Version
     """The copy that it has made, or is making, will spare it an offload."""
     if version != _kept_here(model, member):
         return False
-    reliable = model.reliable.get(member.line, {})
+    reliable = model.reliable.get(member.layout_key, {})
     if len(reliable) > 1 and not member.report.copies_left:
         return False
-    whole = model.look_up(version).whole.get(member.line, {})
+    whole = model.look_up(version).whole.get(member.layout_key, {})
     if any(other in whole and other not in model.closing for other in reliable if other != member.worker):
         return False
     record = model.look_up(version)
 
     def counts(other: Member) -> bool:
-        return other is not member and other.hello.reliable and other.keeps(version)
+        return other is not member and other.hello.reliable and other.will_keep(version)
 
-    return not layouts.by_another_cut(state, model, record, member.line, counts)
+    return not layouts.is_in_another_layout(state, model, record, member.layout_key, counts)
 
 
 def _kept_here(model: Model, member: Member) -> Version | None:
@@ -545,21 +546,17 @@ def _kept_here(model: Model, member: Member) -> Version | None:
 
 # --- Which versions must be kept, and by whose host copies: what each worker is to offload, to fetch and to release.
 #
-# A version is *retained* while it is among the newest `retain` of its model, or pinned. It has a reference wherever a
-# reliable worker holds it in its buffer or has a host copy of it, as long as that worker does not want to leave for
-# good.
+# A version is *retained* while it is among the newest `retain` of its model, or pinned. A reliable worker that is not
+# closing, and holds it in its buffer or a host copy, is a reference.
 #
 # Rules:
-# - Where there is no room, a version goes that only another replica wishes kept (`retain`): no rollout stops a trainer.
-# - Where there is no room, a version of which a shard seems to be gone goes first. Not while its worker's replica
-# lacks a
-#   shard, which may only be cut off.
-# - The last reference does not leave before its worker has offloaded the version to its own host memory. Where that is
-#   full, a copy gives way that is not whole yet. Of several workers that leave together only the first by name has to;
-#   the others may go as long as that one was not let go.
-# - A worker that closes cannot keep what it has: its *heirs* fetch a copy (`heirs`).
-# - A copy is released when a buffer holds the version, or a copy that comes first by name exists elsewhere; and nobody
-#   reads it; and its worker is not about to use it. A copy that was once told to go is never counted again.
+# - Without room, a version goes first that only another replica wants kept (`retain`): no rollout stops a trainer.
+#   Then goes a version of which a shard seems lost, unless a shard of the worker's replica may only be cut off.
+# - The last reference does not leave before its worker has offloaded the version. Where host memory is full, a copy
+#   that is not whole yet gives way. Of several workers that leave together the first by name stays.
+# - A closing worker hands its versions over (see above).
+# - A copy is released when a buffer holds the version, or another copy exists that comes first by name; nothing reads
+#   it; and its worker is not about to use it. A copy that was once released never counts again.
 
 
 class HostCopyOrders(NamedTuple):
@@ -597,7 +594,7 @@ def copies_to_let_go(state: State, model: Model, replica: Replica, member: Membe
 
 
 def copies_to_release(state: State, model: Model, member: Member) -> tuple[int, ...]:
-    """The host copies, by number, that are to go and that nobody can be reading any more."""
+    """The host copies, by number, that are to go and have no reader any more."""
     if not member.releasing or not model.roll.is_over or admission.is_strange(state, member):
         return ()
     told = [copy for copy in member.content.copies if copy.number in member.releasing]
@@ -609,8 +606,8 @@ def _is_read(state: State, member: Member, copy: HostCopy) -> bool:
 
 
 def _ahead(state: State, model: Model, member: Member) -> Version | None:
-    """What it has to copy ahead, while it holds it: when all leave it at once, nobody may have the time."""
-    if is_keeper(model, member):
+    """What it has to copy ahead while it holds it: when all leave at once there may be no time."""
+    if is_to_copy_ahead(model, member):
         return model.newest_established
     return version_to_copy(state, model, member) if model.roll.is_over else None
 
@@ -686,11 +683,11 @@ def is_in_doubt(state: State, model: Model, member: Member) -> bool:
 
 
 def leaves_last(state: State, member: Member) -> bool:
-    """It begins to fill its buffer only when others have the newer version: nobody may wait for it behind its back."""
+    """It fills its buffer only when others have the newer version: no reader may wait for it."""
     buffer = member.content.buffer
     if not isinstance(buffer, Withdrawing) or member.report.closing or not _is_squeezed(buffer.version, member):
         return False
-    if member.is_let_go:
+    if member.may_drop:
         return False  # it was told to go on, and does
     return must_stay(state, state.models[member.hello.model], member)
 
@@ -704,7 +701,7 @@ def waits_for_its_readers(state: State, member: Member, version: Version) -> boo
 def version_to_offload(state: State, model: Model, member: Member) -> Version | None:
     """What it has to copy to its own host memory before its buffer may change."""
     buffer = member.content.buffer
-    if not isinstance(buffer, Withdrawing) or member.report.closing or member.is_let_go:
+    if not isinstance(buffer, Withdrawing) or member.report.closing or member.may_drop:
         return None
     return buffer.version if must_stay(state, model, member) else None
 
@@ -748,7 +745,7 @@ def version_to_fetch(state: State, model: Model, replica: Replica, member: Membe
         record = model.versions.get(version)
         if record is None or not record.exists:
             continue
-        if member.holds(version) and member.keeps(version):
+        if member.holds(version) and member.will_keep(version):
             continue
         if not layouts.may_fit(model, record, member):
             continue
@@ -760,7 +757,7 @@ def version_to_fetch(state: State, model: Model, replica: Replica, member: Membe
 
 
 def _may_want_a_copy(model: Model, member: Member) -> bool:
-    """Somebody closes, its caller or its settings wish it, or it may be elected: else it fetches nothing ahead."""
+    """A worker is closing, its caller or settings ask for it, or it may be elected: else it fetches nothing ahead."""
     if model.closing or member.report.prefetch is not None or member.hello.prefetch == "always":
         return True
     return len(model.sites) > 1 and member.hello.prefetch != "never"
@@ -776,7 +773,7 @@ def _wanted_copies(state: State, model: Model, member: Member) -> Iterator[Versi
 
 
 def _counts(state: State, model: Model, member: Member, version: Version) -> bool:
-    """Its reference keeps the version: it is reliable, or nobody reliable has it who could keep it instead."""
+    """Its reference keeps the version: it is reliable, or no reliable worker can keep it instead."""
     if version not in model.retained():
         return False
     return member.hello.reliable or not has_reliable_holder(state, model, model.look_up(version), member)
@@ -801,10 +798,10 @@ def _is_kept_elsewhere(
         is_worse = leaver.hello.reliable and not member.hello.reliable
         return not (member.report.closing or is_inside or is_worse)
 
-    for worker in model.staying.at(version, leaver.line):
+    for worker in model.staying.at(version, leaver.layout_key):
         if (is_copy or worker != leaver.worker) and is_relied_on(state.known(worker)):
             return True
-    for worker in record.holders.get(leaver.line, {}):
+    for worker in record.holders.get(leaver.layout_key, {}):
         member = state.members.get(worker)
         if member is None or not is_relied_on(member):
             continue
@@ -812,16 +809,16 @@ def _is_kept_elsewhere(
         if member.has_whole_copy(version) and (not is_copy or (comes_first and not is_self)):
             return True
         buffer = member.content.buffer
-        is_keeper = isinstance(buffer, Withdrawing) and buffer.version == version and not member.is_let_go
-        if not is_copy and not is_self and is_keeper and comes_first:
+        is_to_copy_ahead = isinstance(buffer, Withdrawing) and buffer.version == version and not member.may_drop
+        if not is_copy and not is_self and is_to_copy_ahead and comes_first:
             return True
 
     def counts(member: Member) -> bool:
         if member is leaver or not is_relied_on(member):
             return False
-        return member.stays(version) or member.has_whole_copy(version)
+        return member.will_stay(version) or member.has_whole_copy(version)
 
-    return layouts.by_another_cut(state, model, record, leaver.line, counts)
+    return layouts.is_in_another_layout(state, model, record, leaver.layout_key, counts)
 
 
 def _is_the_copy(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
@@ -830,19 +827,19 @@ def _is_the_copy(state: State, model: Model, record: VersionRecord, member: Memb
         return False
     if not _counts(state, model, member, record.version) or _is_in_the_way(state, model, record, member):
         return False
-    for worker in record.whole.get(member.line, {}):
+    for worker in record.whole.get(member.layout_key, {}):
         other = state.members.get(worker)
         if other is None or not other.has_whole_copy(record.version):
             continue
         comes_first = (not other.hello.reliable, worker) < (not member.hello.reliable, member.worker)
-        if comes_first and may_keep(state, model, record, other):
+        if comes_first and may_copy_ahead(state, model, record, other):
             return False
     return True
 
 
 def _is_in_the_way(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
-    """There is no room for what is fetched ahead, which comes before what is copied ahead."""
-    if member.report.copies_left or not member.stays(record.version):
+    """There is no room for what is fetched ahead, which goes before what is copied ahead."""
+    if member.report.copies_left or not member.will_stay(record.version):
         return False
     wished = _wanted_copies(state, model, member)
     return any(version != record.version and member.copy(version) is None for version in wished)
@@ -884,6 +881,8 @@ def _is_needed(
         return not member.report.closing or are_there(state, model, record, member)
     if not record.promised or unread:
         return False
-    if any(facts.holds_on(state, worker, version) for worker in record.holders.get(member.line, {})):
+    if any(facts.will_hold(state, worker, version) for worker in record.holders.get(member.layout_key, {})):
         return False
-    return not layouts.by_another_cut(state, model, record, member.line, lambda other: other.holds_on(version))
+    return not layouts.is_in_another_layout(
+        state, model, record, member.layout_key, lambda other: other.will_hold(version)
+    )

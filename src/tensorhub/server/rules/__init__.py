@@ -1,1 +1,0 @@
-"""The server's rules: facts in, decisions out. None of them knows the machine, and none changes anything."""
