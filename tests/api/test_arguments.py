@@ -3,7 +3,6 @@
 import enum
 import socket
 import sys
-import threading
 from decimal import Decimal
 from fractions import Fraction
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 import tensorhub
-from runtime.kit import in_threads, within
+from runtime.kit import within
 from tensorhub import Box
 from tensorhub.runtime.config import check_place, parse_fraction, server_settings, worker_options
 from tensorhub.runtime.questions import plain_spec
@@ -130,16 +129,6 @@ def test_versions_that_go_backwards_or_change(join):
     assert trainer.publish(6) == 6
 
 
-def test_a_version_that_nobody_knows(join):
-    trainer, _ = join("t", 1.0)
-    trainer.publish(5)
-    reader, array = join("r")
-    with within(AT_ONCE_S), pytest.raises(tensorhub.VersionUnavailable, match="no version 6"):
-        reader.replicate(6)
-    assert not array.any()
-    assert reader.replicate(5) == 5
-
-
 BASE = {"first": np.zeros((4, 3), np.float32), "second": np.zeros(5, np.int64)}
 OTHERS = {
     "dtype": ({"first": np.zeros((4, 3), np.float16), "second": np.zeros(5, np.int64)}, "'first'.*dtype"),
@@ -160,29 +149,6 @@ def test_other_tensors_are_refused_by_name_and_nothing_is_written(join, what):
     with within(AT_ONCE_S), pytest.raises(tensorhub.LayoutMismatch, match=words):
         reader.replicate("latest")
     assert not any(array.any() for array in tensors.values())
-
-
-def test_a_shard_that_does_not_come(join):
-    alone, _ = join("t", 1.0, shard=0, shards=2)
-    with within(1.5), pytest.raises(tensorhub.DeadlineExceeded, match="shard 1 of 2"):
-        alone.publish(1, timeout=0.5)
-    other, _ = join("t", 1.0, shard=1, shards=2)
-    assert in_threads(*(lambda w=w: w.publish(1, timeout=5) for w in (alone, other))) == [1, 1]
-
-
-def test_a_shard_that_dies_fails_the_others_and_can_come_back(join, server):
-    """Its place is free when its lease ends, and the group retries."""
-    alive, _ = join("t", 1.0, shard=0, shards=2)
-    dead, _ = join("t", 1.0, shard=1, shards=2)
-    loop = dead._aio._thread.loop
-    calling = threading.Thread(target=lambda: in_threads(lambda: dead.publish(1, timeout=5)))
-    calling.start()
-    loop.call_soon_threadsafe(dead._aio._client.driver._life.cancel)  # from now on it says nothing
-    with within(6), pytest.raises(tensorhub.GroupIncomplete, match="shard 1"):
-        alive.publish(1, timeout=5)
-    calling.join(8)
-    successor, _ = join("t", 1.0, shard=1, shards=2)
-    assert in_threads(*(lambda w=w: w.publish(1, timeout=5) for w in (alive, successor))) == [1, 1]
 
 
 class Number(int):

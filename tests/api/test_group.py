@@ -1,14 +1,11 @@
 """All shards of a replica in one process: calls of all of them together, and one error for all."""
 
-import asyncio
 import inspect
 
 import numpy as np
 import pytest
 
 import tensorhub
-from runtime.kit import eventually
-from tensorhub import aio
 
 SHARDS = 3
 
@@ -98,24 +95,6 @@ def test_where_one_shard_is_taken_nobody_joins(group, server, join):
         tensorhub.open_group("m", replica="r", shards=SHARDS, server=server.address, timeout=2)
     found, _ = group("r", 1.0)
     assert found.publish(1) == 1
-
-
-def test_nobody_lives_on_when_the_caller_is_interrupted_while_they_join(server, interrupting, monkeypatch):
-    """One has joined by then, one has just, and one is about to."""
-    join, joined = aio.open_client, []
-    with interrupting(join) as interrupted:
-
-        async def one_after_the_other(*arguments, **options):
-            joined.append(arguments)
-            await asyncio.sleep(0)  # the others begin
-            return await (interrupted if len(joined) == SHARDS and arguments[2] == 1 else join)(*arguments, **options)
-
-        monkeypatch.setattr(aio, "open_client", one_after_the_other)
-        tensorhub.open_group("m", replica="t", shards=SHARDS, server=server.address)
-    monkeypatch.undo()
-    assert len(joined) == SHARDS
-    tensorhub.open_group("m", replica="t", shards=SHARDS, server=server.address).close()
-    eventually(lambda: not tensorhub.connect(server.address).replicas("m"), "nobody is there")
 
 
 def test_what_a_group_can_do_is_what_its_shards_can():

@@ -106,12 +106,6 @@ def test_what_is_not_there_is_said_at_once(server, join, reference, error, match
         tensorhub.load(reference, server=server.address, timeout=5)
 
 
-def test_without_a_server(server):
-    server.close()
-    with pytest.raises(tensorhub.ServerUnreachable, match="no reference server at"):
-        tensorhub.load("m@latest", server=server.address, timeout=0.5)
-
-
 def test_what_cannot_be_verified_is_refused_unless_that_is_wanted(server, join):
     trainer, _ = join("t", 4.0, verify="none")
     trainer.publish(1)

@@ -118,16 +118,6 @@ def test_calls_that_need_the_tensors_say_that_it_sleeps(join, trainer):
     rollout.close()
 
 
-def test_what_was_not_suspended_cannot_be_resumed(server, join, trainer):
-    with pytest.raises(tensorhub.UsageError, match="not suspended"):
-        trainer.resume()
-    with (
-        tensorhub.open("m", replica="empty", server=server.address) as empty,
-        pytest.raises(tensorhub.UsageError, match=r"suspend\(\) on m/empty\[0\] before register"),
-    ):
-        empty.suspend()
-
-
 def test_other_tensors_are_refused_by_name(join, trainer):
     trainer.suspend()
     with pytest.raises(tensorhub.UsageError, match="bias differ"):

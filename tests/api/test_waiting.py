@@ -40,14 +40,6 @@ def test_a_restarted_trainer_is_refilled_and_goes_on(server, join):
     assert rollout.update("latest") == number == 4
 
 
-def test_no_time_at_all_is_a_mistake_with_a_way_out(join):
-    rollout, _ = join("r")
-    with pytest.raises(tensorhub.UsageError, match="timeout=0 is not a number of seconds above 0") as raised:
-        rollout.update(timeout=0)
-    assert raised.value.hint is not None
-    assert 'update("prefetched")' in raised.value.hint
-
-
 def test_a_trainer_waits_for_its_rollouts(join):
     trainer, _ = join("t", 1.0)
     assert (trainer.publish(1), trainer.wait_held(1)) == (1, ()), "nobody follows it yet"
@@ -83,19 +75,6 @@ def test_a_version_that_was_not_published_is_waited_for(join):
     other, _ = join("other")
     held, published = in_threads(lambda: other.wait_held(7, timeout=5), lambda: trainer.publish(7))
     assert (held, published) == ((), 7)
-
-
-def test_who_closes_is_not_waited_for(join):
-    trainer, _ = join("t", 1.0)
-    rollout, _ = join("r")
-    trainer.publish(1)
-    rollout.replicate("latest")
-    with trainer.mutating(version=2):
-        pass
-    closing = threading.Timer(0.2, rollout.close)
-    closing.start()
-    assert trainer.wait_held(2, timeout=5) == ()
-    closing.join()
 
 
 @pytest.mark.parametrize("fraction", [-0.1, 1.1, float("nan"), "all", True, None])

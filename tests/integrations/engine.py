@@ -8,7 +8,6 @@ The model is random and small, and has no tokenizer: prompts and answers are num
 import json
 import os
 import sys
-import time
 
 import torch
 
@@ -82,33 +81,16 @@ class Engine:
 
         options = {**self.options, **other}
         self.weights = vllm.attach(self.llm, "policy", replica=self.replica, timeout=timeout, **options)
-        self.weights.engine.load = self._timed(self.weights.engine.load)
         return self.weights.version
 
     def leave(self):
         self.weights.close()
 
-    def _timed(self, load):
-        def timed(*given):
-            began = time.monotonic()
-            load(*given)
-            self.load_s = time.monotonic() - began
-
-        return timed
-
     def update(self, version=None, timeout=60):
-        began = time.monotonic()
-        try:
-            return self.weights.update(version, timeout=timeout)
-        finally:
-            self.took_s = time.monotonic() - began
+        return self.weights.update(version, timeout=timeout)
 
     def held(self):
-        return [self.weights.version, self.llm.get_weight_version(), getattr(self, "took_s", 0.0)]
-
-    def took(self):
-        """Seconds: the last update or load of a file, and what of it the engine was not there for."""
-        return [self.took_s, self.load_s]
+        return [self.weights.version, self.llm.get_weight_version()]
 
     def answer(self, prompts, tokens=8):
         """For each prompt: the tokens, and for each of them the log-probabilities of the likeliest five."""
@@ -126,9 +108,7 @@ class Engine:
         """vLLM reads weights from there by itself."""
         self.llm.collective_rpc("update_config", kwargs={"overrides": {"load_config": {"load_format": "auto"}}})
         self.llm.collective_rpc("unmake_experts")
-        began = time.monotonic()
         self.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
-        self.took_s = self.load_s = time.monotonic() - began
         self.llm.reset_prefix_cache(reset_running_requests=True)
 
     def spoil(self, after):
@@ -142,10 +122,6 @@ class Engine:
     def padding(self):
         """Of all ranks."""
         return self.llm.collective_rpc("padding")
-
-    def own_backends(self):
-        """What vLLM's own backends say when they are asked to begin: of one rank."""
-        return self.llm.collective_rpc("own_backends")[0]
 
     def spoil_fetch(self, rank):
         """Let the next fetch fail, on one rank only."""
@@ -195,26 +171,6 @@ class Spoiled:
             return load(some())
 
         model.load_weights = load_weights
-
-    def own_backends(self):
-        from vllm.config.weight_transfer import WeightTransferConfig
-        from vllm.distributed.weight_transfer import WeightTransferEngineFactory as Factory
-
-        place = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
-        meshes = {"src_mesh_dims": [1, 1], "dst_mesh_dims": [1, 1], "src_placements": [None]}
-        one = {"names": ["w"], "dtype_names": ["bfloat16"], "shapes": [[1]]}
-        begun = {"nccl": place, "sparse_nccl": place, "nccl_m2n": {**place, **meshes, **one}}
-        found = {}
-        for name in {*Factory._registry} - {"tensorhub"}:
-            try:
-                config, model = WeightTransferConfig(backend=name), self.model_runner.get_model()
-                engine = Factory.create_engine(config, self.vllm_config, self.device, model)
-                engine.init_transfer_engine(engine.init_info_cls(**begun.get(name, {})))
-                engine.receive_weights(engine.parse_update_info({**one, "ipc_handles": [{}]}))
-                found[name] = "runs"
-            except Exception as error:  # noqa: BLE001 - that is what is asked for
-                found[name] = f"{type(error).__name__}: {error}"
-        return found
 
     def spoil_fetch(self, rank):
         way = self.weight_transfer_engine._way

@@ -362,23 +362,3 @@ def test_an_attachment_that_has_ended_leaves_no_threads(pair, fails):
 
     eventually(are_few, f"the threads of {MANY} attachments are gone")
     assert job.call("attach", model="policy") is not None
-
-
-def test_who_closes_cuts_off_no_vote_that_another_rank_has_yet_to_hold(pair, tmp_path):
-    """It hears why its step has failed, and only in the next one that it is alone."""
-    job = pair()
-    job.call("attach", model="policy", wait_s=20)
-    closed = tmp_path / "closed"
-    for rank in (0, 1):
-        job.tell(rank, "step", version=1, fails=0, until=str(closed))
-    assert job.heard(0)["code"] == "ValueError"
-    job.tell(0, "close")
-    assert "value" in job.heard(0)
-    closed.touch()
-    assert "another rank raised" in job.heard(1)["message"]
-    job.tell(1, "step_alone")
-    found = job.heard(1)
-    assert found["code"] == "group-incomplete"
-    assert "another rank has left" in found["message"]
-    job.tell(1, "close")
-    assert "value" in job.heard(1)

@@ -218,13 +218,3 @@ def test_async_grpo_hands_over_what_it_trains(server, llama, tmp_path, monkeypat
         assert asked == [None, *range(STEPS + 1)]
         engine.close()
     assert transfer.version is None
-
-
-def test_what_is_sent_after_training_has_ended_joins_again(server):
-    """TRL joins once, and leaves at the end of each training."""
-    transfer = WeightTransfer("policy", server=server, call_timeout=20)
-    transfer.init_weight_transfer()
-    for version in range(2):
-        transfer.send_weights(iter([("w", torch.full((8,), float(version)))]))
-        assert tensorhub.load("policy@latest", server=server)["w"][0] == version
-        transfer.destroy()

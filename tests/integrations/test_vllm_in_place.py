@@ -69,15 +69,13 @@ def test_from_the_trainers_shards_and_from_an_engine_of_other_ranks(
     padding = engine.call("padding")
     assert {len(rows) for rows in padding[-1]} == {2 * 128}, "two rows of the last rank's embedding, and of its head"
     assert engine.call("attach") == version
-    worst, took_s = 0.0, []
     for version in range(5):
         if version:
             job.call("step", version=version)
             assert engine.call("update") == version
-            took_s.append(engine.call("held")[2])
         judge.follow(job, version)
-        worst = max(worst, judge.check(engine))
-        assert engine.call("held")[:2] == [version, str(version)]
+        judge.check(engine)
+        assert engine.call("held") == [version, str(version)]
     assert engine.call("sources") == ["trainer"]
     assert engine.call("padding") == padding, "rows that are no words were touched"
     job.end()

@@ -12,9 +12,7 @@ from safetensors.torch import load_file
 
 import tensorhub
 from tensorhub.integrations import fsdp
-from tensorhub.integrations.checkpoint_names import Names, as_checkpoint
 from tensorhub.integrations.whole import Whole
-from tensorhub.steps import state_of_module
 
 from .test_checkpoint_names import published
 from .tiny import tiny
@@ -118,20 +116,3 @@ def test_adapters_of_peft_are_merged_or_refused(tmp_path):
     prompt = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     with pytest.raises(tensorhub.UsageError, match="cannot be merged"):
         published(peft.get_peft_model(tiny("llama", **SIZES), prompt))
-
-
-def test_what_is_no_view_is_refused_with_the_cure(monkeypatch):
-    """Of a converter of transformers itself: halves of a matrix laid into each other."""
-    from transformers import conversion_mapping
-    from transformers.core_model_loading import Interleave, WeightConverter
-
-    converter = WeightConverter("mlp.w_proj.weight", "mlp.gate_proj.weight", operations=[Interleave(dim=0)])
-    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", lambda *args, **options: [converter])
-    model = tiny("llama", **SIZES)
-    name = "model.layers.0.mlp.gate_proj.weight"
-    with pytest.raises(tensorhub.UsageError, match=rf"'.*w_proj\.weight'.* from '{name}': .*\(reshape\)") as refused:
-        published(model)
-    assert f"rename={{'{name}'" in refused.value.hint
-    state = state_of_module(model)
-    rename = {each: each for each in state if each.endswith("gate_proj.weight")}
-    assert name in as_checkpoint(Names(model), state, rename)[0]
