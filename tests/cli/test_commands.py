@@ -1,5 +1,7 @@
 """The commands as programs: what they print, where, and with which exit status."""
 
+import contextlib
+import io
 import json
 import os
 import pty
@@ -16,6 +18,7 @@ from typing import BinaryIO
 import pytest
 
 import tensorhub
+from tensorhub.cli.main import app
 from tensorhub.cli.output import error_text
 from tensorhub.protocol.errors import ServerUnreachable
 
@@ -30,11 +33,24 @@ def start(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, env=environment)
 
 
-def run(*arguments: str, timeout_s: float = 60.0) -> tuple[int, str, str]:
-    """Exit status, stdout, stderr."""
+def run(*arguments: str) -> tuple[int, str, str]:
+    """Exit status, stdout, stderr of a command that looks at a server, in this process."""
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "120")
+        patch.setenv("TERM", "dumb")
+        try:
+            app(list(arguments))
+        except SystemExit as end:
+            status = end.code if isinstance(end.code, int) else 0
+    return status, out.getvalue(), err.getvalue()
+
+
+def run_program(*arguments: str) -> tuple[int, str, str]:
+    """The same of a program of its own."""
     with start(*arguments) as program:
         try:
-            out, err = program.communicate(timeout=timeout_s)
+            out, err = program.communicate(timeout=60)
         except subprocess.TimeoutExpired:
             program.kill()
             raise
@@ -49,7 +65,7 @@ def run_into(stdout: BinaryIO, *arguments: str) -> tuple[int, str]:
 
 
 def test_help_names_every_command() -> None:
-    status, out, err = run("--help")
+    status, out, err = run_program("--help")
     assert (status, err) == (0, "")
     for command in ("serve", "status", "watch", "doctor"):
         assert re.search(rf"\b{command}\b", out), command
@@ -221,7 +237,7 @@ def test_a_server_makes_its_token_and_says_where_it_is(tmp_path: Path, monkeypat
 @pytest.mark.processes
 def test_a_server_that_cannot_keep_a_token_names_the_ways_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TENSORHUB_STATE_DIR", "/proc/none")
-    status, out, err = run("serve", "--port", "0")
+    status, out, err = run_program("serve", "--port", "0")
     assert (status, out) == (1, "")
     assert "error (usage): cannot make /proc/none/token" in err
     assert all(way in err for way in ("TENSORHUB_STATE_DIR", "--token-file", "--insecure"))
@@ -231,6 +247,6 @@ def test_a_server_that_cannot_keep_a_token_names_the_ways_out(monkeypatch: pytes
 
 @pytest.mark.processes
 def test_a_port_that_is_taken_is_said(address: str) -> None:
-    status, _, err = run("serve", "--port", address.rpartition(":")[2])
+    status, _, err = run_program("serve", "--port", address.rpartition(":")[2])
     assert status == 1
     assert "error (usage): cannot listen" in err
