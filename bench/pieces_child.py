@@ -12,11 +12,10 @@ from tensorhub.memory.fill import FillSink
 from tensorhub.memory.host_copies import copy_stream, on_host
 from tensorhub.memory.registration import Registration, register
 from tensorhub.protocol.layout import Box
-from tensorhub.reshard.derive import Source, derive_manifest
-from tensorhub.reshard.exported import Cut, decode_cut, export_of, publish_cut
 from tensorhub.reshard.grid import BoxTable, Grid, grid_of, table_of, tiles_of
+from tensorhub.reshard.plan import Source, derive_manifest
 from tensorhub.reshard.read import Across
-from tensorhub.reshard.wire import grid_digest, layout_digest
+from tensorhub.reshard.wire import Cut, decode_cut, export_of, grid_digest, layout_digest, publish_cut
 from tensorhub.runtime.config import worker_options
 from tensorhub.runtime.opening import make_transport
 from tensorhub.transport.base import Export, Progress, Transport, read_to_end

@@ -14,9 +14,8 @@ import numpy as np
 
 from tensorhub.protocol.manifest import TileManifest
 from tensorhub.protocol.names import Digest
-from tensorhub.reshard.derive import Source, derive_manifest
 from tensorhub.reshard.grid import BoxTable, Cutting, Grid, tiles_of
-from tensorhub.reshard.plan import Plan, plan_reads
+from tensorhub.reshard.plan import Plan, Source, derive_manifest, plan_reads
 from tensorhub.reshard.wire import decode_table, encode_grid, encode_table, grid_digest, layout_digest
 
 from .cut_models import (

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from .api import View, Weights, connect, leave_on_sigterm, open, serve
     from .group import Group, open_group
     from .loading import Loaded, load, load_shards
-    from .memory.empty import empty, empty_like
+    from .memory.host_memory import empty, empty_like
     from .protocol.layout import Box
     from .sets import WeightsSet, open_set
 
@@ -54,7 +54,7 @@ _LAZY = {
     "Box": ".protocol.layout",
     **dict.fromkeys(("Group", "open_group"), ".group"),
     **dict.fromkeys(("Loaded", "load", "load_shards"), ".loading"),
-    **dict.fromkeys(("empty", "empty_like"), ".memory.empty"),
+    **dict.fromkeys(("empty", "empty_like"), ".memory.host_memory"),
     **dict.fromkeys(("WeightsSet", "open_set"), ".sets"),
 }
 

@@ -1,4 +1,4 @@
-"""`register(..., boxes=...)`: replicas that are cut in different ways read versions of each other."""
+"""Replicas that are cut in different ways, or hold a part of the model, read versions of each other."""
 
 import contextlib
 import itertools
@@ -14,6 +14,9 @@ from runtime.kit import eventually, in_threads
 from tensorhub import Box
 from tensorhub.runtime import publishing, tile_reads
 from tensorhub.transport.nixl import probe
+
+# --- `register(..., boxes=...)`: replicas that are cut in different ways read versions of each other.
+
 
 ROWS, COLUMNS = 300, 128
 SHAPE = (ROWS, COLUMNS)
@@ -75,6 +78,12 @@ def test_rows_to_columns_to_rows(replica):
         assert fill(engine, verb) == fill(other, verb) == version
         assert engine[0][0].metadata == {"step": version}
     in_threads(*(weights.check for weights, _, _ in (*trainer, *engine, *other)))
+    for weights, _, _ in trainer:
+        weights.close()
+    again = replica("trainer-2", (0, 90, ROWS), 0)
+    assert fill(again) == 3
+    publish(again, 4)
+    assert fill(engine, "update") == 4
 
 
 @pytest.mark.skipif(bool(probe.probe().why_not), reason=probe.probe().why_not or "it is here")
@@ -84,28 +93,6 @@ def test_rows_to_columns_by_nixl_only(replica):
     for version in (1, 2):
         publish(trainer, version)
         assert fill(engine, "update") == version
-
-
-def test_the_servers_log_says_who_reads_which_part_from_whom(replica, caplog):
-    trainer, engine = replica("t", (0, 100, ROWS), 0), replica("e", (0, COLUMNS), 1)
-    with caplog.at_level("INFO", logger="tensorhub.runtime.server"):
-        publish(trainer, 1)
-        fill(engine)
-    said = [record.getMessage() for record in caplog.records if "m/e[0]" in record.getMessage()]
-    for shard in (0, 1):
-        assert sum(f"version 1 from m/t[{shard}]: across, shard {shard} of 2" in line for line in said) == 1, said
-
-
-def test_the_trainer_may_leave_and_be_refilled_from_another_layout(replica):
-    trainer, engine = replica("trainer", (0, 100, 170, ROWS), 0), replica("engine", (0, 64, COLUMNS), 1)
-    publish(trainer, 1)
-    fill(engine)
-    for weights, _, _ in trainer:
-        weights.close()
-    again = replica("trainer-2", (0, 90, ROWS), 0)
-    assert fill(again) == 1
-    publish(again, 2)
-    assert fill(engine, "update") == 2
 
 
 @pytest.mark.parametrize("reliable", [True, False])
@@ -134,16 +121,6 @@ def test_masters_with_boxes_are_read_by_an_engine_of_the_published_dtype(server,
         assert found == [1, 1]
         for _, master, part in restarted:
             assert torch.equal(torch.from_numpy(master), target.float()[part])
-
-
-def test_a_tensor_changed_while_it_is_published_is_named(replica):
-    (member,) = replica("trainer", (0, ROWS), 0)
-    weights, array, _ = member
-    publish([member], 1)
-    weights.check()
-    array[5, 5] += 1
-    with pytest.raises(tensorhub.NotDrained, match="'w'"):
-        weights.check()
 
 
 @pytest.mark.parametrize("has_a_good_source", [False, True])
@@ -202,10 +179,9 @@ def test_an_error_of_the_reader_itself_comes_with_its_hint_and_its_cause(replica
     assert isinstance(found[1].__cause__, OSError)
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-def test_a_reader_that_shares_no_transport_with_its_source_hears_what_to_do(replica, dim):
+def test_a_reader_that_shares_no_transport_with_its_source_hears_what_to_do(replica):
     publish(replica("trainer", (0, 100, ROWS), 0, transports="tcp"), 1)
-    engine = replica("engine", (0, 100, (ROWS, COLUMNS)[dim]), dim, transports="local")
+    engine = replica("engine", (0, 100, COLUMNS), 1, transports="local")
     found = in_threads(*(lambda weights=weights: weights.replicate("latest", timeout=20) for weights, _, _ in engine))
     assert [type(error) for error in found] == [tensorhub.TransportMissing] * 2, found
     assert all("tensorhub doctor" in error.hint for error in found)
@@ -228,19 +204,12 @@ def test_a_shard_whose_sibling_has_failed_and_left_hears_so_at_once(replica):
         second.publish(1, timeout=60)
 
 
+@pytest.mark.long
 def test_a_shard_that_is_not_there_is_waited_for_as_long_as_a_lease(server):
     with contextlib.closing(tensorhub.open("m", replica="t", shard=1, shards=3, server=server.address)) as weights:
         weights.register({"w": np.zeros(4, np.float32)}, boxes={})
         with pytest.raises(tensorhub.GroupIncomplete, match=r"shards \[0, 2\] of t were not there within 2 s"):
             weights.publish(1, timeout=60)
-
-
-def test_shards_of_another_dtype_are_named(replica):
-    publish(replica("trainer", (0, ROWS), 0), 1)
-    ((engine, array, _),) = replica("engine", (0, COLUMNS), 1, kind=np.float16)
-    with pytest.raises(tensorhub.LayoutMismatch, match=r"'layer/0.w' has dtype float16 here and float32"):
-        engine.replicate(timeout=10)
-    assert not array.any()
 
 
 def test_boxes_that_share_memory_are_published_and_refused_to_be_filled_at_once(server):
@@ -251,22 +220,6 @@ def test_boxes_that_share_memory_are_published_and_refused_to_be_filled_at_once(
         for call in (weights.replicate, weights.update):
             with pytest.raises(tensorhub.LayoutMismatch, match=r"boxes 'one'\[0:5\] and 'other'\[0:5\] share a part"):
                 call("latest", timeout=20)
-
-
-def test_a_part_that_two_shards_have_published_with_different_content_is_named_at_once(server):
-    """No source could help."""
-    with contextlib.ExitStack() as stack:
-        trainer = []
-        for shard in range(2):
-            one = tensorhub.open("m", replica="t", shard=shard, shards=2, server=server.address)
-            trainer.append(stack.enter_context(contextlib.closing(one)))
-            one.register({"w": np.full(8, shard, np.float32)}, boxes={})
-        assert in_threads(*(lambda one=one: one.publish(1) for one in trainer)) == [1, 1]
-        reader = stack.enter_context(contextlib.closing(tensorhub.open("m", replica="r", server=server.address)))
-        reader.register({"w": np.zeros(8, np.float32)}, boxes={})
-        text = r"failed a read of .*'w'\[0:8\] has other content at m/t\[1\] than at m/t\[0\]"
-        with pytest.raises(tensorhub.VersionConflict, match=text):
-            reader.replicate("latest", timeout=20)
 
 
 def test_a_tensor_stored_in_too_different_an_order_of_dimensions_is_named_at_once(server):
@@ -292,7 +245,8 @@ def test_a_mismatch_of_order_strides_or_ties_names_boxes_and_those_cure_it(serve
         "other order": lambda v: {name: np.full((2, 3), v, np.float32) for name in ("b", "a")},
         "transposed": lambda v: {name: np.full((3, 2), v, np.float32).T for name in ("a", "b")},
     }
-    for model, (there, here) in enumerate(itertools.permutations(forms, 2)):
+    pairs = [("tied", "apart"), ("apart", "other order"), ("transposed", "tied"), ("other order", "transposed")]
+    for model, (there, here) in enumerate(pairs):
         published, filled = forms[there](1), forms[here](0)
         with (
             tensorhub.open(f"m{model}", replica="t", server=server.address) as trainer,
@@ -312,9 +266,15 @@ def test_a_mismatch_of_order_strides_or_ties_names_boxes_and_those_cure_it(serve
             assert all((filled[name] == 1).all() for name in "ab")
 
 
-@pytest.mark.parametrize("boxes", [None, {}])
-@pytest.mark.parametrize("wrapped", ["trainer", "rollout"])
-@pytest.mark.parametrize("kind", ["compiled", "data parallel", "one layer compiled"])
+@pytest.mark.parametrize(
+    ("kind", "wrapped", "boxes"),
+    [
+        ("data parallel", "trainer", None),
+        ("data parallel", "rollout", {}),
+        ("one layer compiled", "rollout", None),
+        pytest.param("compiled", "trainer", None, marks=pytest.mark.long),
+    ],
+)
 def test_names_that_a_wrapper_has_changed_are_said_and_what_the_hint_says_cures_it(server, kind, wrapped, boxes):
     plain = {name: torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)) for name in ("trainer", "rollout")}
     model, word = plain[wrapped], "_orig_mod."
@@ -354,6 +314,7 @@ def test_boxes_that_cannot_be(join):
         ({"v": []}, "boxes are given for tensor 'v', which is not registered"),
         ({"w": [Box("g", (4,), (0,), (5,))]}, "is not inside of the global shape"),
         ({"w": [Box("g", (9,), (0,), (9,), offset=-1)]}, "offset and strides are counted in elements"),
+        ({"w": Box("w", (4,), (0,), (4,))}, "boxes of tensor 'w' are one Box, not a list"),
     ):
         with pytest.raises(tensorhub.UsageError, match=text):
             weights.register({"w": np.zeros(4, np.float32)}, boxes=boxes)
@@ -405,21 +366,14 @@ def test_shards_that_heard_of_different_readers_cut_anew(replica, monkeypatch):
     assert fill(engine) == 1
 
 
-def test_a_version_says_what_it_is(server, replica):
-    """As `load` would give it: whole, under the names of the global tensors."""
-    publish(replica("trainer", (0, 100, ROWS), 0), 1, metadata={"loss": 0.5})
-    view = tensorhub.connect(server.address)
-    assert view.metadata("m") == {"loss": 0.5}
-    found = view.layout("m")
-    assert [[(tensor.name, tensor.shape) for tensor in shard] for shard in found.shards] == [[("layer/0.w", SHAPE)]]
-    assert found.size_bytes == 4 * ROWS * COLUMNS
-    assert found.is_whole
-
-
 def test_load_puts_together_what_was_cut(server, replica):
     """However many shards there are, and whoever of them is left, the whole tensors come."""
     trainer, engine = replica("trainer", (0, 100, ROWS), 0), replica("engine", (0, 64, COLUMNS), 1)
     publish(trainer, 1, metadata={"loss": 0.5})
+    view = tensorhub.connect(server.address)
+    laid = view.layout("m")
+    assert [[(tensor.name, tensor.shape) for tensor in shard] for shard in laid.shards] == [[("layer/0.w", SHAPE)]]
+    assert (laid.size_bytes, laid.is_whole, view.metadata("m")) == (4 * ROWS * COLUMNS, True, {"loss": 0.5})
     found = tensorhub.load("m@latest", server=server.address, timeout=20)
     assert list(found) == ["layer/0.w"]
     assert (np.asarray(found["layer/0.w"]) == content(1)).all()
@@ -465,13 +419,6 @@ def test_boxes_on_one_side_only_are_an_error_that_says_so(server, published, reg
         with pytest.raises(tensorhub.LayoutMismatch, match=text) as found:
             reader.replicate("latest", timeout=10)
         assert "boxes={}" in found.value.hint
-
-
-def test_a_box_that_is_not_in_a_list_is_an_error_that_names_the_tensor(server):
-    with contextlib.closing(tensorhub.open("m", replica="t", server=server.address)) as weights:
-        box = Box("w", (4,), (0,), (4,))
-        with pytest.raises(tensorhub.UsageError, match="boxes of tensor 'w' are one Box, not a list"):
-            weights.register({"w": np.zeros(4, np.float32)}, boxes={"w": box})
 
 
 def test_tied_tensors_are_tied_in_what_is_loaded_and_whoever_holds_one_name_may_hold_both(server):
@@ -586,3 +533,97 @@ def test_other_tensors_that_are_registered_while_a_read_ahead_is_worked_out_get_
         assert reader.replicate(1) == 1
         assert (tensors["a"] == first).all()
         assert (tensors["b"] == second).all()
+
+
+# --- A replica that leaves some of the model out: refused by name, before a byte is written, unless it says so.
+
+
+LAYER = (60, 64)
+
+
+@pytest.fixture
+def opened(server):
+    """`opened(replica, tensors, boxes, shard=, shards=, …)`: a worker that has registered these."""
+    found = []
+
+    def made(replica, tensors, boxes=None, *, shard=0, shards=1, partial=False, **options):
+        weights = tensorhub.open(
+            "m", replica=replica, shard=shard, shards=shards, server=server.address, call_timeout=20, **options
+        )
+        found.append(weights)
+        weights.register(tensors, boxes=boxes or {}, partial=partial)
+        return weights
+
+    yield made
+    for weights in reversed(found):
+        weights.close(timeout=3)
+
+
+def layers(value=0.0):
+    return {"a": np.full(LAYER, value, np.float32), "b": np.full(LAYER, value, np.float32)}
+
+
+def rows(start, stop, value=0.0):
+    """Those of layer b."""
+    return np.full((stop - start, LAYER[1]), value, np.float32), [Box("b", LAYER, (start, 0), (stop - start, LAYER[1]))]
+
+
+def test_a_layer_that_was_left_out_is_named(opened):
+    opened("t", layers(1.0)).publish(1)
+    mine = {"a": np.zeros(LAYER, np.float32)}
+    reader = opened("r", mine)
+    with pytest.raises(
+        tensorhub.LayoutMismatch, match=r"tensor 'b': float32\[60, 64\] of the version is in no box of m/r"
+    ):
+        reader.replicate()
+    assert not mine["a"].any()
+    assert reader.version is None
+
+
+@pytest.mark.parametrize(("second", "missing"), [((30, 50), "'b'[50:60, 0:64]"), ((40, 60), "'b'[30:40, 0:64]")])
+def test_a_part_that_no_shard_of_the_reader_has_is_named_on_all_of_them(opened, second, missing):
+    """Each shard has boxes for all that it wants: only together they lack something."""
+    opened("t", layers(1.0)).publish(1)
+    members = []
+    for shard, (start, stop) in enumerate([(0, 30), second]):
+        array, boxes = rows(start, stop)
+        tensors = {"b": array, **({"a": np.zeros(LAYER, np.float32)} if shard else {})}
+        members.append((opened("r", tensors, {"b": boxes}, shard=shard, shards=2), tensors))
+    found = in_threads(*(lambda weights=weights: weights.replicate() for weights, _ in members))
+    assert all(isinstance(error, tensorhub.LayoutMismatch) for error in found), found
+    assert any(missing in str(error) for error in found), found
+    assert not any(array.any() for _, tensors in members for array in tensors.values())
+
+
+def test_what_shards_have_only_together_is_enough(opened):
+    """Stages of a pipeline: no shard has both layers."""
+    opened("t", layers(1.0)).publish(1)
+    stages = [{name: np.zeros(LAYER, np.float32)} for name in ("a", "b")]
+    members = [opened("r", stage, shard=shard, shards=2) for shard, stage in enumerate(stages)]
+    assert in_threads(*(weights.replicate for weights in members)) == [1, 1]
+    assert all((array == 1.0).all() for stage in stages for array in stage.values())
+
+
+def test_who_says_so_reads_a_part_and_nobody_takes_that_for_the_model(opened):
+    """The part is idle, and would else be chosen before the trainer. Nor does the trainer leave the model to it."""
+    trainer = opened("t", layers(1.0))
+    trainer.publish(1)
+    draft = {"b": np.zeros(LAYER, np.float32)}
+    part = opened("draft", draft, partial=True)
+    assert part.replicate() == 1
+    assert (draft["b"] == 1.0).all()
+    trainer.unpublish()  # the last who has all of it: it is kept in host memory
+    array, boxes = rows(0, LAYER[0])
+    whole = {"b": array, "a": np.zeros(LAYER, np.float32)}
+    reader = opened("r", whole, {"b": boxes})
+    assert reader.replicate() == 1
+    assert all((each == 1.0).all() for each in whole.values())
+    other = {"b": np.zeros(LAYER, np.float32)}
+    assert opened("draft-2", other, partial=True).replicate() == 1
+    assert (other["b"] == 1.0).all()
+
+
+def test_a_part_is_not_published(opened):
+    part = opened("r", {"b": np.zeros(LAYER, np.float32)}, partial=True)
+    with pytest.raises(tensorhub.UsageError, match=r"publish of m/r.* some of the model only"):
+        part.publish(1)

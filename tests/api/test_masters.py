@@ -1,8 +1,6 @@
 """`register(..., dtype=...)`: masters change while what was published of them is read, and are filled by widening."""
 
-import asyncio
 import contextlib
-import gc
 import threading
 import time
 
@@ -13,11 +11,7 @@ import torch
 import tensorhub
 from runtime.kit import eventually, in_threads
 from tensorhub.memory.cast import Casts
-from tensorhub.memory.registration import register
-from tensorhub.protocol.messages import Holding
-from tensorhub.protocol.names import Digest, Version, worker_id
 from tensorhub.runtime import dataplane
-from tensorhub.runtime.cast_state import Wholeness
 from tensorhub.runtime.driver import Driver
 
 SIZE = 200_000
@@ -50,18 +44,6 @@ def engine(join):
         return weights, target
 
     return joined
-
-
-def test_an_engine_of_that_dtype_reads_what_was_cast(masters, engine):
-    trainer, master = masters()
-    rollout, target = engine()
-    for version in (1, 2, 3):
-        with trainer.mutating(version=version):
-            master += 0.37
-        assert rollout.update() == version
-        assert torch.equal(target, master.bfloat16())
-    assert trainer.version == 3
-    trainer.check()
 
 
 def test_masters_change_while_the_version_is_held_and_read(masters, engine):
@@ -112,13 +94,6 @@ def test_masters_outside_of_all_boxes_may_differ(join):
     padded[3, 59] = 7
     with pytest.raises(tensorhub.VersionConflict, match="'w'"):
         weights.publish(1)
-
-
-def test_a_higher_number_wants_an_unpublish_first_as_ever(masters):
-    trainer, _ = masters()
-    trainer.publish(1)
-    with pytest.raises(tensorhub.NotDrained, match="still holds version 1"):
-        trainer.publish(2)
 
 
 @pytest.fixture
@@ -193,25 +168,6 @@ def _unpublished(weights):
         return weights.version is None
 
 
-def test_a_taken_number_is_refused_before_the_block_and_a_block_that_raises_gives_its_number_back(masters):
-    trainer, master = masters()
-    other, _ = masters("other")
-    trainer.publish(5)
-    refused = pytest.raises(tensorhub.VersionConflict, match="not higher than the newest, 5")
-    with refused, trainer.mutating(version=5):
-        pytest.fail("the block ran")
-    assert trainer.version == 5
-    with pytest.raises(ZeroDivisionError), trainer.mutating(version=6):
-        master /= 1 // 0
-
-    def is_free():
-        with contextlib.suppress(tensorhub.VersionConflict), other.mutating(version=6):
-            return True
-
-    eventually(is_free, "the number is given back")
-    assert other.version == 6
-
-
 def test_a_restarted_trainer_is_filled_by_widening(masters, engine):
     trainer, master = masters()
     trainer.publish(1)
@@ -228,18 +184,6 @@ def test_a_restarted_trainer_is_filled_by_widening(masters, engine):
     assert rollout.update() == 2
     assert again.update() == 2  # what is held is kept, and the masters with it
     assert torch.equal(fresh, published.float() + 1 + 1)
-
-
-def test_what_was_unpublished_can_be_read_back_into_the_masters(masters, engine):
-    trainer, master = masters()
-    trainer.publish(1)
-    published = master.bfloat16()
-    rollout, _ = engine()
-    rollout.replicate()
-    trainer.unpublish()
-    master.fill_(float("nan"))
-    assert trainer.replicate(1) == 1
-    assert torch.equal(master, published.float())
 
 
 @pytest.fixture
@@ -326,40 +270,6 @@ def test_masters_are_no_version_where_the_call_failed_after_its_fill(masters, fa
     assert other.version == 2
 
 
-def test_a_publish_that_failed_after_all_does_not_make_masters_torn(masters, failing_late):
-    trainer, master = masters()
-    with failing_late, pytest.raises(tensorhub.DeadlineExceeded, match="no word of it"):
-        trainer.publish(1)
-    assert trainer.version == trainer.publish(1) == 1
-    with trainer.mutating(version=2):
-        master += 1
-    assert trainer.version == 2
-
-
-def test_other_content_under_the_number_that_the_masters_had_is_given_back():
-    """As after a conflict, in which a call that held a version ends with another one of that number."""
-    master = torch.zeros(100)
-    registration = register({"w": master}, dtype="bfloat16")
-    wholeness = Wholeness(worker_id("m", "r", 0))
-    wholeness.published(Digest("one"))
-    registration.casts.fill()
-    master.fill_(7)
-
-    def give_back(root):
-        asyncio.run(wholeness.give_back(registration, Holding(Version(1), Digest(root)), time.monotonic() + 20))
-        return master[0].item()
-
-    assert [give_back("one"), give_back("other")] == [7, 0]
-
-
-def test_a_failed_fill_leaves_the_masters_as_they_were(masters, engine):
-    trainer, master = masters()
-    before = master.clone()
-    with pytest.raises(tensorhub.VersionUnavailable):
-        trainer.replicate(7, timeout=2)
-    assert torch.equal(master, before)
-
-
 def test_masters_that_would_lose_numbers_refuse_to_be_filled(masters, join):
     trainer, _ = masters()
     trainer.publish(1)
@@ -370,26 +280,6 @@ def test_masters_that_would_lose_numbers_refuse_to_be_filled(masters, join):
             verb()
         assert "without dtype=" in found.value.hint
     assert other.version is None
-
-
-def test_masters_that_were_given_other_memory_are_named(masters):
-    trainer, master = masters()
-    trainer.publish(1)
-    trainer.unpublish()
-    master.data = torch.zeros(SIZE)
-    with pytest.raises(tensorhub.UsageError, match=r"no longer are the registered memory: 'w'"):
-        trainer.publish(2)
-
-
-def test_a_module_is_asked_whether_it_still_has_its_masters(join):
-    trainer, _ = join("t", tensors={"only": torch.zeros(1)})
-    module = torch.nn.Linear(30, 30)
-    trainer.register(module, dtype=torch.bfloat16)
-    trainer.publish(1)
-    trainer.unpublish()
-    module.weight = torch.nn.Parameter(torch.zeros(30, 30))
-    with pytest.raises(tensorhub.UsageError, match="'weight' lies in other memory"):
-        trainer.publish(2)
 
 
 def test_shards_of_one_replica(masters, server):
@@ -428,39 +318,3 @@ def test_close_while_the_withdrawal_goes_on(masters, drained):
     closing.join(20)
     assert not closing.is_alive()
     assert time.monotonic() - began < 10
-
-
-def test_a_cast_that_is_cut_off_for_a_cancelled_call_is_no_error_that_nobody_looked_at(monkeypatch):
-    registration = register({"w": torch.zeros(100)}, dtype="bfloat16")
-    wholeness, begun, said = Wholeness(worker_id("m", "r", 0)), threading.Event(), []
-
-    def fill(_, is_over):
-        begun.set()
-        eventually(is_over, "it is cut off")
-        raise tensorhub.Closed("the cast was given up")
-
-    async def story():
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context["message"]))
-        task = asyncio.ensure_future(wholeness.cast(registration, time.monotonic() + 20, "publish"))
-        assert await asyncio.to_thread(begun.wait, 20)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        del task
-        gc.collect()
-
-    monkeypatch.setattr(Casts, "fill", fill)
-    asyncio.run(story())
-    assert said == []
-
-
-def test_awaited(server):
-    async def story():
-        async with await tensorhub.aio.open("m", replica="t", server=server.address) as trainer:
-            master = torch.randn(100)
-            await trainer.register({"w": master}, dtype="bfloat16")
-            async with trainer.mutating(version=1):
-                master += 1
-            return trainer.version
-
-    assert asyncio.run(story()) == 1

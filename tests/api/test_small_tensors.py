@@ -5,7 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.uint8)
-COUNT = 3000
+COUNT = 900
 
 
 def model(seed: int) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
@@ -23,7 +23,7 @@ def model(seed: int) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
         size_bytes = 8 * (1 + index * 37 % 300)
         found[f"small-{index}"] = filled(size_bytes).view(DTYPES[index % len(DTYPES)])
         guards.append(torch.full((48,), 7, dtype=torch.uint8))
-        if index % 1000 == 500:
+        if index % 300 == 150:
             found[f"large-{index}"] = filled(3 << 20).view(torch.float32)
             found[f"empty-{index}"] = torch.empty(0, 3)
             found[f"turned-{index}"] = filled(64).view(4, 16).t()

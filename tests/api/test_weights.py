@@ -10,7 +10,7 @@ import pytest
 
 import tensorhub
 from runtime.kit import eventually, in_threads, within
-from tensorhub.memory.room import Room
+from tensorhub.memory.host_memory import Room
 from tensorhub.runtime.driver import AFTER_DEADLINE_S
 from tensorhub.server.versions import VersionRecord
 

@@ -4,16 +4,22 @@ A part is put into memory by numpy alone: an array is made, with padding, neighb
 and a view of it is what the box describes. So the expected content needs no arithmetic of ours.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
 import msgspec
 import numpy as np
+import xxhash
 
+from tensorhub.memory.digests import NO_ALGORITHM
 from tensorhub.memory.registration import Registration, register
+from tensorhub.protocol.errors import CorruptTransfer
 from tensorhub.protocol.layout import Box
+from tensorhub.protocol.manifest import TileManifest
+from tensorhub.reshard.copies import SOURCE, TARGET, Bytes, Copies, carry_out
 from tensorhub.reshard.grid import BoxTable, table_of
+from tensorhub.reshard.plan import Memory, Plan
 
 DTYPES = ("uint8", "int16", "float32", "int64")
 Model = dict[str, np.ndarray]
@@ -207,3 +213,35 @@ def _as_columns(chance, shard, name, group, dtype) -> None:  # type: ignore[no-u
         placed.append((global_name, shape, part, view))
         column += width
     shard.add_array(name, array, placed)
+
+
+def carry_out_plan(plan: Plan, manifest: TileManifest, sources: Sequence[Memory], target: Memory) -> None:
+    """Fetch every tile. Raises `CorruptTransfer`, naming the tile, at the first one that is not what was announced."""
+    scratch = np.zeros(int(np.max(plan.size_bytes, initial=0)), np.uint8)
+    slots = plan.tiles.slot[plan.tile].tolist()
+    for fetch, (slot, source) in enumerate(zip(slots, plan.source.tolist(), strict=True)):
+        data = scratch[: int(plan.size_bytes[fetch])]
+        copies = plan.copies.only(fetch, fetch + 1)
+        _move(copies.gathering(), SOURCE, sources[source], data)
+        if manifest.algorithm != NO_ALGORITHM:
+            found = xxhash.xxh3_128_digest(data.data)
+            if found != manifest.digest_of(slot):
+                raise CorruptTransfer(
+                    f"{plan.tiles.text(int(plan.tile[fetch]))} has digest {found.hex()},"
+                    f" announced was {manifest.digest_of(slot).hex()}"
+                )
+        keeps = copies.scattering() if plan.is_direct[fetch] else plan.keeps.only(fetch, fetch + 1)
+        _move(keeps, TARGET, target, data)
+
+
+def _move(copies: Copies, side: int, memory: Memory, data: Bytes) -> None:
+    """Between a shard's stream, on that side, and `data` on the other: row by row, for each lies in one tensor."""
+    for index in range(len(copies)):
+        row = Copies(copies.rows[index : index + 1].copy(), copies.of[index : index + 1])
+        first, last = row.extent(side)
+        row.rows[:, side] -= first
+        lent = memory(first, last)
+        if side == SOURCE:
+            carry_out(row, lent, data)
+        else:
+            carry_out(row, data, lent)

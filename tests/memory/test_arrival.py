@@ -13,14 +13,17 @@ from tensorhub.memory.digests import build_manifest
 from tensorhub.memory.fill import FillSink
 from tensorhub.memory.registration import Registration, register
 from tensorhub.memory.streams import Copy, StagedStream, StagingRing
-from tensorhub.protocol.errors import CorruptTransfer, SessionLost, TensorHubError
+from tensorhub.protocol.errors import (
+    CorruptTransfer,
+    SessionLost,
+    TensorHubError,
+)
 from tensorhub.protocol.manifest import Manifest
-from tensorhub.runtime.trust import Lease, TrustedSink
 from tensorhub.transport.base import Export, Progress
 from tensorhub.transport.tcp.settings import TcpSettings
 from tensorhub.transport.tcp.transport import TcpTransport
 
-from .test_staging import FakeDevice
+from .kit import FakeDevice
 
 CHUNK, COUNT = 1000, 8
 SIZES = [("cuda:0", 2500), ("cpu", 200), ("cuda:0", CHUNK * COUNT - 2700)]  # chunk 2 is partly on the host
@@ -229,21 +232,6 @@ def test_nothing_counts_after_a_revoke_while_the_device_hashes(
         sink.stored(0)
     assert not sink.progress.has(0)
     assert sink.statistics()["bytes_verified"] == 0
-
-
-def test_a_lease_that_ends_while_the_device_hashes_takes_the_chunk_with_it(
-    source: Registration, manifest: Manifest, sink: FillSink, stream: Hashing
-) -> None:
-    hand = [0.0]
-    lease = Lease(clock=lambda: hand[0])
-    lease.until = 1.0
-    trusted = TrustedSink(sink, lease)
-    trusted.begin(manifest.encode())
-    stream.before_digest = lambda chunks: hand.append(hand.pop() + 1)
-    place(source, sink, 0)
-    with pytest.raises(SessionLost, match="lease"):
-        trusted.stored(0)
-    assert not sink.progress.has(0)
 
 
 def test_what_the_hardware_puts_in_place_is_judged_there(

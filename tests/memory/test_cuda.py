@@ -22,11 +22,10 @@ from tensorhub.memory.streams import StagingRing
 from tensorhub.memory.xxh3 import LEAST_BYTES, Chunks, Spans
 from tensorhub.protocol.errors import CorruptTransfer
 from tensorhub.protocol.layout import Box
-from tensorhub.reshard.derive import Source, derive_manifest
-from tensorhub.reshard.exported import publish_cut
 from tensorhub.reshard.grid import Cutting, table_of, tiles_of
+from tensorhub.reshard.plan import Source, derive_manifest
 from tensorhub.reshard.read import Across
-from tensorhub.reshard.wire import grid_digest, layout_digest
+from tensorhub.reshard.wire import grid_digest, layout_digest, publish_cut
 from tensorhub.transport.cuda import Pages, Ring
 from tensorhub.transport.sealed import Sealed
 

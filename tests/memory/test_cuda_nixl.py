@@ -19,7 +19,7 @@ from tensorhub.transport.nixl.agent import Facts
 from tensorhub.transport.nixl.transport import NixlSettings, NixlTransport
 
 from . import nixl_fake
-from .test_staging import FakeDevice
+from .kit import FakeDevice
 
 Make = Callable[[], NixlTransport]
 CHUNK = 1000

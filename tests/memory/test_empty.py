@@ -1,4 +1,4 @@
-"""Tensors in memory that can be mapped: what they are, where they lie, and what is no shape or dtype."""
+"""Tensors in memory that readers map, and memory for a layout that another process registered."""
 
 import gc
 import mmap
@@ -7,16 +7,22 @@ import sys
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tensorhub.memory import empty as module
-from tensorhub.memory.empty import empty, empty_like
+from tensorhub.memory import host_memory as module
+from tensorhub.memory.host_memory import allocate, empty, empty_like
 from tensorhub.memory.registration import register
-from tensorhub.protocol.errors import HostMemoryFull, UsageError
+from tensorhub.protocol.errors import HostMemoryFull, Unavailable, UsageError
+from tensorhub.protocol.manifest import Layout, TensorSpec
 from tensorhub.transport import sealed
 from tensorhub.transport.ranges import bare_addresses
 from tensorhub.transport.sealed import Unmappable, regions_of
 
-torch = pytest.importorskip("torch")
+# --- Tensors in memory that can be mapped: what they are, where they lie, and what is no shape or dtype.
+
+
 needs_sealed = pytest.mark.skipif(bool(sealed.why_not()), reason=sealed.why_not() or "there")
 
 
@@ -41,22 +47,10 @@ def test_it_is_an_ordinary_tensor_that_begins_at_a_page(dtype):
     parameter.sum().backward()
 
 
-@pytest.mark.parametrize(("shape", "sizes"), [(7, (7,)), ((), ()), ((0, 3), (0, 3)), ([2, 2], (2, 2))])
-def test_shapes(shape, sizes):
-    assert tuple(empty(shape, "bfloat16").shape) == sizes
-    assert empty(shape, np.float16).dtype == torch.float16
-
-
 @pytest.mark.parametrize("shape", ["3", (3, -1), (2.0,), (True,), None, (1,) * 65])
 def test_what_is_no_shape_is_named(shape):
     with pytest.raises(UsageError, match="shape="):
         empty(shape)
-
-
-@pytest.mark.parametrize("dtype", ["float33", object(), None, "Tensor"])
-def test_what_is_no_dtype_is_named(dtype):
-    with pytest.raises(UsageError, match="dtype="):
-        empty(3, dtype)
 
 
 def test_too_much_is_refused():
@@ -137,3 +131,64 @@ def test_memory_that_was_given_back_asks_for_no_more_than_the_first(monkeypatch)
     kept = empty(1000), empty(module.ARENA_BYTES // 4)  # which has no room behind the first
     assert arenas._current.size_bytes == 2 * module.ARENA_BYTES
     del kept
+
+
+# --- Memory for a layout that somebody else has registered: registered anew it has the same digest.
+
+
+LAYOUT_DTYPES = (torch.uint8, torch.int16, torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.bool)
+
+
+@st.composite
+def several(draw: st.DrawFn) -> dict[str, torch.Tensor]:
+    """Tensors of their own, and overlapping views of one storage in several dtypes."""
+    found: dict[str, torch.Tensor] = {}
+    storage = torch.zeros(256, dtype=torch.uint8)
+    for index in range(draw(st.integers(1, 6))):
+        dtype = draw(st.sampled_from(LAYOUT_DTYPES))
+        if draw(st.booleans()):
+            shape = draw(st.lists(st.integers(0, 4), max_size=3))
+            tensor = torch.zeros(shape, dtype=dtype)
+            found[f"t{index}"] = tensor.permute(draw(st.permutations(range(len(shape)))))
+        else:
+            size = dtype.itemsize
+            start = draw(st.integers(0, 256 // size - 1))
+            length = draw(st.integers(1, 256 // size - start))
+            found[f"t{index}"] = storage[start * size : (start + length) * size].view(dtype)
+    return found
+
+
+@given(several())
+def test_it_has_the_same_digest_and_as_many_bytes(tensors: dict[str, torch.Tensor]) -> None:
+    layout = register(tensors).layout
+    made = register(allocate(layout))
+    assert made.layout == layout
+    assert made.layout_digest == layout.digest()
+
+
+@given(st.lists(st.sampled_from(["uint8", "int16", "float32", "complex128"]), min_size=1, max_size=5))
+def test_numpy_where_there_is_no_torch(dtypes: list[str]) -> None:
+    layout = register({f"t{n}": np.zeros((n + 1, 3), dtype) for n, dtype in enumerate(dtypes)}).layout
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "loaded_torch", lambda: None)
+        made = allocate(layout)
+    assert all(isinstance(each, np.ndarray) for each in made.values())
+    assert register(made).layout == layout
+
+
+@pytest.mark.parametrize("torch_is_there", [True, False])
+def test_a_dtype_that_is_unknown_here_names_the_tensor(monkeypatch: pytest.MonkeyPatch, torch_is_there: bool) -> None:
+    if not torch_is_there:
+        monkeypatch.setattr(module, "loaded_torch", lambda: None)
+    layout = Layout((TensorSpec("w", "float3", (4,), (1,), 0, 4),), 4)
+    with pytest.raises(UsageError, match="'w': float3"):
+        allocate(layout)
+
+
+@pytest.mark.parametrize("torch_is_there", [True, False])
+def test_no_memory_is_no_riddle(monkeypatch: pytest.MonkeyPatch, torch_is_there: bool) -> None:
+    if not torch_is_there:
+        monkeypatch.setattr(module, "loaded_torch", lambda: None)
+    most = 2**61
+    with pytest.raises(Unavailable, match=f"1 tensors of {most} B could not be allocated"):
+        allocate(Layout((TensorSpec("w", "uint8", (most,), (1,), 0, most),), most))

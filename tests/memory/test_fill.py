@@ -13,8 +13,6 @@ from tensorhub.memory.fill import FillSink
 from tensorhub.memory.registration import Registration, register
 from tensorhub.protocol.errors import CorruptTransfer, InvariantViolation, LayoutMismatch, SessionLost, UsageError
 from tensorhub.protocol.manifest import Manifest
-from tensorhub.protocol.names import Digest
-from tensorhub.transport.base import Progress
 
 CHUNK = 1000
 
@@ -116,15 +114,6 @@ def test_a_chunk_of_the_wrong_length_or_number_is_corrupt(manifest: Manifest, fi
                 sink.accept(chunk, [memoryview(bytes(CHUNK))])
 
 
-def test_a_chunk_that_was_never_accepted_cannot_be_stored(manifest: Manifest, filled: dict[str, np.ndarray]) -> None:
-    sink = FillSink(register(filled), manifest.root())
-    with pytest.raises(InvariantViolation):
-        sink.accept(0, [])
-    sink.begin(manifest.encode())
-    with pytest.raises(InvariantViolation, match="chunk 0 was called stored"):
-        sink.stored(0)
-
-
 def test_other_content_is_refused_before_a_byte_is_written(manifest: Manifest, filled: dict[str, np.ndarray]) -> None:
     other = build_manifest(register(tensors(8)), CHUNK)
     sink = FillSink(register(filled), manifest.root())
@@ -147,14 +136,6 @@ def test_another_layout_is_named_by_both_digests(manifest: Manifest) -> None:
     assert target.layout.digest() in str(caught.value)
 
 
-def test_a_manifest_whose_size_contradicts_its_layout_is_the_source_s_fault(
-    manifest: Manifest, filled: dict[str, np.ndarray]
-) -> None:
-    lying = msgspec.structs.replace(manifest, size_bytes=manifest.size_bytes - 1)
-    with pytest.raises(CorruptTransfer, match="the manifest says"):
-        FillSink(register(filled), lying.root()).begin(lying.encode())
-
-
 def test_unverifiable_content_is_refused_unless_asked_for(source: Registration, filled: dict[str, np.ndarray]) -> None:
     manifest = build_manifest(source, CHUNK, verify="none", salt="trainer/7")
     target = register(filled)
@@ -172,20 +153,6 @@ def test_an_algorithm_of_a_newer_release_is_refused(manifest: Manifest, filled: 
     newer = msgspec.structs.replace(manifest, algorithm="xxh9-128")
     with pytest.raises(UsageError, match="xxh9-128"):
         FillSink(register(filled), newer.root()).begin(newer.encode())
-
-
-def test_another_source_continues_where_the_first_stopped(
-    source: Registration, manifest: Manifest, filled: dict[str, np.ndarray]
-) -> None:
-    begun = []
-    sink = FillSink(register(filled), manifest.root(), on_begin=begun.append)
-    for chunk in list(sink.begin(manifest.encode()))[:3]:
-        move(source, sink, chunk)
-    progress = sink.progress
-    assert list(sink.begin(manifest.encode())) == list(range(3, manifest.chunk_count))
-    assert begun == [sink]
-    assert sink.progress is progress
-    assert sink.manifest_bytes == manifest.encode()
 
 
 def test_a_new_sink_takes_over_the_progress_of_a_revoked_one(
@@ -226,22 +193,6 @@ def test_what_ran_into_a_revoked_sink_is_not_held_by_it(
     assert read_once()() is None
 
 
-def test_progress_of_other_content_is_not_taken_over(manifest: Manifest, filled: dict[str, np.ndarray]) -> None:
-    sink = FillSink(register(filled), manifest.root(), progress=lambda count: Progress(count + 1))
-    with pytest.raises(InvariantViolation):
-        sink.begin(manifest.encode())
-    assert not sink.has_begun
-
-
-def test_before_it_has_begun_there_is_no_manifest(filled: dict[str, np.ndarray]) -> None:
-    sink = FillSink(register(filled), Digest("00" * 16))
-    for ask in (lambda: sink.manifest, lambda: sink.manifest_bytes, lambda: sink.progress, lambda: sink.chunk_bytes):
-        with pytest.raises(InvariantViolation):
-            ask()
-    with pytest.raises(UsageError, match="verify='partly' is unknown"):
-        FillSink(register(filled), Digest("00" * 16), verify="partly")  # type: ignore[arg-type]
-
-
 def test_empty_content_is_complete_at_once() -> None:
     target = register({"a": np.empty((0, 3))})
     manifest = build_manifest(target, CHUNK)
@@ -280,29 +231,3 @@ def test_four_threads_fill_together() -> None:
     assert prefixes[-1] == manifest.chunk_count == len(prefixes)
     assert sorted(rejected) == [chunk for chunk in range(manifest.chunk_count) if chunk % 7 == 0]
     assert sink.statistics()["bytes_verified"] == given.size_bytes
-
-
-def test_prefixes_are_told_in_order_even_if_the_owner_is_slow(
-    source: Registration, manifest: Manifest, filled: dict[str, np.ndarray]
-) -> None:
-    told: list[int] = []
-    entered, go_on = threading.Event(), threading.Event()
-
-    def tell(prefix: int) -> None:
-        if prefix == 1:
-            entered.set()
-            go_on.wait(20)
-        told.append(prefix)
-
-    sink = FillSink(register(filled), manifest.root(), on_stored=tell)
-    sink.begin(manifest.encode())
-    first = threading.Thread(target=move, args=(source, sink, 0))
-    second = threading.Thread(target=move, args=(source, sink, 1))
-    first.start()
-    assert entered.wait(20)
-    second.start()
-    second.join(0.1)
-    go_on.set()
-    for thread in (first, second):
-        thread.join(20)
-    assert told == [1, 2]

@@ -1,15 +1,26 @@
-"""A module's state that is no parameter and no persistent buffer: refused by name, or left out on request."""
+"""Tensors of modules, and DTensors with their boxes."""
 
 import io
 import warnings
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tensorhub.memory.modules import boxes_of_dtensor, is_dtensor
 from tensorhub.memory.registration import register
 from tensorhub.protocol.errors import UsageError
+from tensorhub.protocol.layout import Box
+
+# --- A module's state that is no parameter and no persistent buffer: refused by name, or left out on request.
 
 
 def names(module: object, **options: Any) -> list[str]:
@@ -36,11 +47,6 @@ class Extra(nn.Linear):
 
     def get_extra_state(self) -> Any:
         return self.extra
-
-
-class Saying(nn.Linear):
-    def state_dict(self, *args: Any, **options: Any) -> Any:
-        return {**super().state_dict(*args, **options), "step": 3}
 
 
 class Kept(nn.Linear):
@@ -96,21 +102,11 @@ def test_state_that_readers_would_not_get_is_refused_by_name(kind: str) -> None:
     assert not set(kept) & set(left_out)
 
 
-def test_a_state_dict_of_its_own_is_asked() -> None:
-    with pytest.raises(UsageError, match=r"'step' \(int of the module, class Saying\)"):
-        register(Saying(2, 2))
-    assert names(Saying(2, 2), leave_out="step") == ["weight", "bias"]
-
-
 @pytest.mark.parametrize("extra", [None, b"", {}, io.BytesIO(), torch.empty(0)], ids=lambda extra: type(extra).__name__)
 def test_extra_state_that_says_nothing_is_no_hindrance(extra: object) -> None:
     module = Extra(2, 2)
     module.extra = extra
     assert names(nn.Sequential(module)) == ["0.weight", "0.bias"]
-
-
-def compiled() -> nn.Module:
-    return torch.compile(nn.Sequential(nn.Linear(2, 2)))  # type: ignore[return-value]
 
 
 def lazy() -> nn.Module:
@@ -137,7 +133,6 @@ def copying() -> nn.Module:
 
 ORDINARY = {
     "norm": (lambda: nn.BatchNorm1d(2), 5),
-    "compiled": (compiled, 2),
     "lazy, run": (lazy, 2),
     "parametrized": (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2)), 4),
     "weight norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)), 3),
@@ -154,11 +149,6 @@ def test_ordinary_modules_are_registered_whole(kind: str) -> None:
     registration = register(module)
     assert len(registration.layout.tensors) == count
     assert registration.replaced() == []
-
-
-def test_a_lazy_module_that_never_ran_says_so() -> None:
-    with pytest.raises(UsageError, match=r"'0\.weight' is a lazy parameter"):
-        register(nn.Sequential(nn.LazyLinear(2)))
 
 
 @pytest.mark.parametrize(("depth", "said"), [(0, r"'me' is the whole module again"), (1, r"'0\.me' is '0' again")])
@@ -197,3 +187,114 @@ def test_flat_parameters_are_refused_by_name(attribute: str) -> None:
         register(nn.Sequential(module))
     with pytest.raises(UsageError, match=r"tensor 'bias' is (cut by DeepSpeed|flattened)"):
         register(dict(module.named_parameters()))
+
+
+# --- DTensors: what the boxes say is what torch itself puts on each rank. Meshes of many ranks in one process.
+
+
+@pytest.fixture(autouse=True)
+def no_group() -> Iterator[None]:
+    """Process groups that send nothing end with the test."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def on_each_rank(full: torch.Tensor, mesh_shape: tuple[int, ...], placements: list[Placement]) -> Iterator[DTensor]:
+    """The DTensor as each rank has it. torch cuts it by itself: every rank has the full tensor, and nothing is sent."""
+    ranks = torch.Size(mesh_shape).numel()
+    for rank in range(ranks):
+        dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+        mesh = init_device_mesh("cpu", mesh_shape)
+        yield distribute_tensor(full, mesh, placements, src_data_rank=None)
+        dist.destroy_process_group()
+
+
+def part(full: torch.Tensor, box: Box) -> torch.Tensor:
+    return full[tuple(slice(start, start + count) for start, count in zip(box.at, box.size, strict=True))]
+
+
+def view(local: torch.Tensor, box: Box) -> torch.Tensor:
+    return local.as_strided(box.size, box.strides, local.storage_offset() + box.offset)
+
+
+def check(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: list[Placement]) -> list[int]:
+    """Every element of every rank is where its boxes say. Returns the number of boxes of each rank."""
+    full = torch.arange(torch.Size(shape).numel(), dtype=torch.int64).reshape(shape)
+    counts = []
+    for tensor in on_each_rank(full, mesh_shape, placements):
+        assert is_dtensor(tensor)
+        local, boxes = boxes_of_dtensor("w", tensor)
+        assert local.data_ptr() == tensor.to_local().data_ptr()
+        seen = torch.zeros_like(local)
+        for box in boxes:
+            assert torch.equal(view(local, box), part(full, box)), (placements, box)
+            view(seen, box).add_(1)
+        assert bool((seen == 1).all()), "each element of the local tensor is in one box"
+        counts.append(len(boxes))
+    return counts
+
+
+SHAPES = ((7, 5), (8, 4), (2, 3))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_shards_uneven_and_empty(shape: tuple[int, ...], dim: int) -> None:
+    check(shape, (4,), [Shard(dim)])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_two_dimensions_of_mesh(shape: tuple[int, ...]) -> None:
+    kinds = (Shard(0), Shard(1), Replicate())
+    for placements in product(kinds, kinds):
+        check(shape, (2, 3), list(placements))
+
+
+@pytest.mark.parametrize("rows", [8, 12, 9, 5, 3, 1])
+@pytest.mark.parametrize("factor", [1, 2, 3])
+def test_every_so_manyth_piece(rows: int, factor: int) -> None:
+    check((rows, 2), (3,), [_StridedShard(0, split_factor=factor)])
+    check((2, rows), (2, 2), [_StridedShard(1, split_factor=2), Shard(1)])
+
+
+def test_fsdp_over_tensor_parallelism_is_one_box_for_each_rank() -> None:
+    assert check((16, 3), (2, 4), [_StridedShard(0, split_factor=4), Shard(0)]) == [1] * 8
+
+
+def test_a_transposed_local_tensor_keeps_its_strides() -> None:
+    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    mesh = init_device_mesh("cpu", (2,))
+    stored = torch.arange(12).reshape(3, 4)
+    tensor = DTensor.from_local(stored.t(), mesh, [Shard(0)])
+    local, boxes = boxes_of_dtensor("w", tensor)
+    (box,) = boxes
+    assert (box.at, box.size, box.global_shape, box.strides) == ((4, 0), (4, 3), (8, 3), (1, 4))
+    assert torch.equal(view(local, box), stored.t())
+
+
+def test_what_waits_for_a_reduction_is_refused() -> None:
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    mesh = init_device_mesh("cpu", (2,))
+    tensor = DTensor.from_local(torch.ones(4), mesh, [Partial()])
+    with pytest.raises(UsageError, match=r"'grad' is a DTensor with placement .*names no part"):
+        boxes_of_dtensor("grad", tensor)
+
+
+def test_a_local_tensor_of_another_size_than_its_placements_say_is_refused() -> None:
+    dist.init_process_group("fake", rank=3, world_size=8, store=FakeStore())
+    mesh = init_device_mesh("cpu", (4, 2))
+    local = torch.zeros(0, 2)
+    placements = [_StridedShard(0, split_factor=2), Shard(0)]
+    tensor = DTensor.from_local(local, mesh, placements, shape=torch.Size((9, 2)), stride=(2, 1))
+    with pytest.raises(UsageError, match="'w' is a DTensor of global shape"):
+        boxes_of_dtensor("w", tensor)
+    assert not is_dtensor(local)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (3, 0, 5), (0,)])
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()])
+def test_of_a_tensor_without_elements_every_rank_has_all(shape: tuple[int, ...], placement: Placement) -> None:
+    for tensor in on_each_rank(torch.zeros(shape), (2,), [placement]):
+        _, boxes = boxes_of_dtensor("w", tensor)
+        assert [(box.global_shape, box.size, box.at) for box in boxes] == [(shape, shape, (0,) * len(shape))]

@@ -17,11 +17,10 @@ from tensorhub.memory.landing import Landing, row_table
 from tensorhub.memory.registration import Registration
 from tensorhub.memory.xxh3 import BLOCK_BYTES, LEAST_BYTES, Chunks, NoRoom, Spans, digests, digests_of
 from tensorhub.reshard.copies import COLUMNS, Copies, carry_out
-from tensorhub.reshard.derive import Source, derive_manifest
-from tensorhub.reshard.exported import publish_cut
 from tensorhub.reshard.grid import Cutting, tiles_of
+from tensorhub.reshard.plan import Source, derive_manifest
 from tensorhub.reshard.read import Across
-from tensorhub.reshard.wire import grid_digest, layout_digest
+from tensorhub.reshard.wire import grid_digest, layout_digest, publish_cut
 
 from .cutting import draw_layout, draw_model
 

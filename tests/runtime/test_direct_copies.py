@@ -20,9 +20,8 @@ import xxhash
 import tensorhub
 from tensorhub.memory import host_copies, registration
 from tensorhub.memory.digests import OnDevice, build_manifest
-from tensorhub.memory.host_copies import Direct, HostMemory, pinned_bytes
+from tensorhub.memory.host_copies import Direct, pinned_bytes
 from tensorhub.memory.registration import Registration, register
-from tensorhub.memory.room import SPARE_BYTES, Room
 from tensorhub.memory.streams import Freed, host_view
 from tensorhub.protocol.layout import Box
 from tensorhub.protocol.names import Version, worker_id
@@ -390,26 +389,6 @@ def test_memory_that_other_workers_have_mapped_for_good_is_not_registered() -> N
         assert worker.memory.tobytes() == worker.bytes
         assert "mapped this memory for good" in worker.copies.why_pageable
         assert not worker.driver.count
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize("spare", [SIZE - 1, SIZE])
-def test_memory_is_prepared_only_where_as_much_again_is_left(spare: int) -> None:
-    driver, tensors = Driver(), register({"w": np.zeros(SIZE, np.uint8)})
-    pool = HostMemory(tensors, SIZE, look=lambda: Room(SIZE + SPARE_BYTES + spare, "a limit of this test"))
-    pool.prepare(driver)
-    pool._preparing.join(DEADLINE_S)
-    assert pool.used_bytes == (SIZE if spare == SIZE else 0)
-    pool.retire()
-    assert not driver.registered
-
-
-def test_tensors_on_the_host_prepare_nothing() -> None:
-    async def run() -> None:
-        worker = Worker()
-        worker.copies.prepare(register({"w": np.zeros(10)}))
-        assert worker.pool._preparing is None
 
     asyncio.run(run())
 

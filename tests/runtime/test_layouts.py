@@ -78,66 +78,22 @@ def test_of_many_who_name_a_layout_one_is_asked_and_all_go_on_when_it_came():
     asyncio.run(story())
 
 
-def test_a_known_layout_and_none_wait_for_nothing():
-    async def story() -> None:
-        it = Desk()
-        it.known.add(A.digest())
-        assert not it.desk.holds(it.line("x"), Report(1, layout=A.digest()))
-        assert not it.desk.holds(it.line("y"), Report(1))
-        assert it.asked == []
-
-    asyncio.run(story())
-
-
-def test_the_newest_report_of_a_line_waits_in_its_first_place():
+def test_a_report_waits_for_the_layout_that_its_line_named_last():
     async def story() -> None:
         it = Desk()
         one, two = it.line("one"), it.line("two")
+        assert not it.desk.holds(one, Report(1)), "it names none"
         for line, number in ((one, 1), (two, 1), (one, 2)):
             assert it.desk.holds(line, Report(number, layout=A.digest()))
         it.desk.came(A.digest())
-        assert it.through == [("one", 2), ("two", 1)]
-
-    asyncio.run(story())
-
-
-def test_who_names_another_layout_meanwhile_waits_for_that_alone():
-    async def story() -> None:
-        it = Desk()
-        one = it.line("one")
-        it.desk.holds(one, Report(1, layout=A.digest()))
-        it.desk.holds(one, Report(2, layout=B.digest()))
-        assert it.asked == [("one", A.digest()), ("one", B.digest())]
+        assert it.through == [("one", 2), ("two", 1)], "the newest of a line, in its first place"
+        it.desk.holds(one, Report(3, layout=A.digest()))
+        it.desk.holds(one, Report(4, layout=B.digest()))
+        it.desk.holds(two, Report(2, layout=A.digest()))
+        assert not it.desk.holds(two, Report(3))
         it.desk.came(A.digest())
-        assert it.through == []
         it.desk.came(B.digest())
-        assert it.through == [("one", 2)]
-
-    asyncio.run(story())
-
-
-def test_a_report_of_no_layout_takes_the_place_of_what_waits():
-    async def story() -> None:
-        it = Desk()
-        one = it.line("one")
-        it.desk.holds(one, Report(1, layout=A.digest()))
-        assert not it.desk.holds(one, Report(2))
-        it.desk.came(A.digest())
-        assert it.through == []
-
-    asyncio.run(story())
-
-
-def test_the_next_one_is_asked_at_once_when_the_one_who_was_asked_goes():
-    async def story() -> None:
-        it = Desk()
-        lines = [it.line(name) for name in ("one", "two", "three")]
-        for line in lines:
-            it.desk.holds(line, Report(1, layout=A.digest()))
-        it.desk.take(lines[1])
-        assert it.asked == [("one", A.digest())], "it is asked already"
-        it.desk.take(lines[0])
-        assert it.asked == [("one", A.digest()), ("three", A.digest())]
+        assert it.through[2:] == [("one", 4)]
 
     asyncio.run(story())
 
@@ -176,24 +132,6 @@ def test_who_has_waited_for_long_is_let_through_and_so_is_who_comes_then():
         assert it.desk.holds(two, Report(2, layout=B.digest())), "of another layout"
         it.desk.came(A.digest())
         assert it.through == [("one", 1)], "once"
-
-    asyncio.run(story())
-
-
-def test_a_layout_that_nobody_says_is_asked_for_again_when_one_comes_who_may_have_it(monkeypatch):
-    monkeypatch.setattr(layouts, "ASK_AGAIN_S", 0.01)
-
-    async def story() -> None:
-        it = Desk(patience_s=0.01)
-        one, two = it.line("one"), it.line("two")
-        it.desk.holds(one, Report(1, layout=A.digest()))
-        async with asyncio.timeout(PATIENCE_S):
-            while not it.through or it.desk._queues[A.digest()].next_ask is not None:
-                await settle()
-        it.desk.holds(one, Report(2, layout=A.digest()))
-        assert it.asked == [("one", A.digest())], "each once"
-        it.desk.holds(two, Report(1, layout=A.digest()))
-        assert it.asked == [("one", A.digest()), ("two", A.digest())]
 
     asyncio.run(story())
 
@@ -274,6 +212,7 @@ def test_another_layout_than_the_one_that_was_asked_for_helps_nobody(server):
     asyncio.run(story())
 
 
+@pytest.mark.long
 def test_after_a_restart_the_server_asks_few_for_what_all_have():
     with ServerProcess() as server, contextlib.ExitStack() as open_ones:
         view = tensorhub.connect(server.address)

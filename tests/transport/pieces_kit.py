@@ -15,11 +15,10 @@ from tensorhub.memory.registration import Registration
 from tensorhub.memory.streams import Copy, Piece, StagedStream, StagingRing
 from tensorhub.memory.xxh3 import Spans
 from tensorhub.protocol.errors import TensorHubError
-from tensorhub.reshard.derive import Source, derive_manifest
-from tensorhub.reshard.exported import Cut, export_of, publish_cut
 from tensorhub.reshard.grid import Cutting, Grid, tiles_of
+from tensorhub.reshard.plan import Source, derive_manifest
 from tensorhub.reshard.read import Across, Leg
-from tensorhub.reshard.wire import grid_digest, layout_digest
+from tensorhub.reshard.wire import Cut, export_of, grid_digest, layout_digest, publish_cut
 from tensorhub.transport.base import Progress, Read, Transport
 
 from . import kit

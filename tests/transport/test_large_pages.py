@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 import tensorhub
-from tensorhub.memory import empty, host_copies
+from tensorhub.memory import host_copies, host_memory
 from tensorhub.memory.digests import build_manifest
 from tensorhub.memory.fill import FillSink
 from tensorhub.memory.host_copies import can_offload, offload
+from tensorhub.memory.host_memory import Room
 from tensorhub.memory.registration import Registration, register
-from tensorhub.memory.room import Room
 from tensorhub.transport import sealed
 from tensorhub.transport.base import Export, Progress
 from tensorhub.transport.native import load
@@ -151,8 +151,8 @@ def test_who_was_left_behind_by_a_fork_is_not_waited_for() -> None:
 @pytest.mark.parametrize("is_short", [False, True])
 def test_empty_takes_large_pages_only_where_there_is_room(is_short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     left = Room((100 if is_short else 1000) * MIB, "memory.max")
-    monkeypatch.setattr(empty, "room", lambda: left)
-    monkeypatch.setattr(empty, "_arenas", empty.Arenas())
+    monkeypatch.setattr(host_memory, "room", lambda: left)
+    monkeypatch.setattr(host_memory, "_arenas", host_memory.Arenas())
     tensor = tensorhub.empty(70 * MIB, "uint8")
     memory = sealed.regions_of(register({"w": tensor}).stream.addresses())[0]
     before = in_smaps(memory.address, "Rss")

@@ -16,9 +16,9 @@ import pytest
 from tensorhub.memory.streams import host_view
 from tensorhub.protocol.errors import CorruptTransfer, HostMemoryFull, SessionLost, SourceLost, TransportMissing
 from tensorhub.reshard import copies
-from tensorhub.reshard.derive import Source
-from tensorhub.reshard.exported import Cut
+from tensorhub.reshard.plan import Source
 from tensorhub.reshard.read import Across
+from tensorhub.reshard.wire import Cut
 from tensorhub.transport.base import Transport
 from tensorhub.transport.local import transport as local_pieces
 from tensorhub.transport.native import load, reads

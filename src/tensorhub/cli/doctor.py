@@ -23,6 +23,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ..memory.streams import core_count
 from ..protocol.errors import TensorHubError, UsageError
 from ..runtime.config import options_without_token, parse_address
 from ..transport import sealed
@@ -372,11 +373,10 @@ def _status(name: str) -> str:
 
 
 def _host() -> Check:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory_kib = next((line.split()[1] for line in _text("/proc/meminfo").splitlines() if "MemTotal" in line), "0")
     memory = size_text(int(memory_kib) * 1024)
     facts = f"{platform.system()} {platform.release()}, Python {platform.python_version()}, "
-    return Check("host", "good", facts + f"{count_text(cores, 'core')}, {memory}")
+    return Check("host", "good", facts + f"{count_text(core_count(), 'core')}, {memory}")
 
 
 def _mover() -> Check:

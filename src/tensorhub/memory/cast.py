@@ -1,7 +1,6 @@
 """Tensors that are published in another dtype: their masters, the cast buffer, and the casts."""
 
 import ctypes
-import os
 import sys
 import threading
 from bisect import bisect_right
@@ -14,11 +13,9 @@ from ..protocol.errors import Closed, HostMemoryFull, UsageError
 from ..transport.ranges import Addresses
 from ..transport.sealed import Sealed, Unmappable
 from ..transport.threads import beside_captures, scope
-from .describe import Described, InPlace
-from .parallel import in_parallel
-from .room import STEP_BYTES, Footing, size_text
-from .streams import Freed, copy, host_view
-from .torch_here import INSTALL, loaded_torch, seen_torch, what_helps
+from .describe import INSTALL, Described, InPlace, loaded_torch, seen_torch, what_helps
+from .host_memory import STEP_BYTES, Footing, size_text
+from .streams import Freed, copy, core_count, host_view, in_parallel
 
 if TYPE_CHECKING:
     import torch
@@ -26,13 +23,10 @@ if TYPE_CHECKING:
     from .describe import Described
 
 
-# --- Casts of elements as torch does them, and which of them lose nothing.
+# --- Casts of elements as torch does them, and which casts lose nothing.
 #
-# Where torch is not loaded, numpy does those casts that it rounds exactly as torch does; any other one needs torch.
-# (From float64 to float16 torch goes by way of float32, and rounds twice; numpy does not. numpy has no bfloat16.) NaN
-# stays NaN, with whatever payload: torch's own differs with the length of what it casts.
-#
-# Never: import torch where numpy will do.
+# Without torch, numpy does the casts that it rounds as torch does. (It rounds float64 to float16 once, torch twice, and
+# it has no bfloat16.) NaN stays NaN, with any payload.
 
 
 Move = Callable[[memoryview, memoryview], None]  # all elements of the first, cast, into the second
@@ -183,9 +177,7 @@ def _torch_dtype(name: str) -> "torch.dtype":
     return found
 
 
-# --- A *block* is a range of masters and of the buffer of their casts; a *piece* of it is cast at once.
-#
-# It must never: read or write masters on the host but by way of `guarded`, which says so where they were freed.
+# --- A *block* is a range of masters and of the buffer of their casts. A *piece* of it is cast at once.
 
 
 class Block(NamedTuple):
@@ -340,22 +332,13 @@ def settle(devices: Sequence[str]) -> None:
 
 # --- Tensors that are published in another dtype: the caller's *masters*, and the buffer in which they are published.
 #
-#     registration = register(tensors, dtype="bfloat16")
-#     registration.casts.fill()        masters, rounded as torch does it, into the buffer: at every publish
-#     registration.casts.give_back()   what was read into the buffer, back into the masters: exactly, or not at all
-#     registration.casts.changed()     which masters are not what is in the buffer: a number is published once
-#
-# Rules:
-# 1. What is registered, hashed, served, filled and copied is the buffer; nobody but these calls touches the masters.
-# 2. The buffer has the layout that the tensors would have in that dtype: masters that share memory share it there
-# too. So
-#    whoever registers tensors of that dtype reads it.
-# 3. On the host it is memory that readers of this host can map, and all of it is taken at registration, step by step,
-#    while there is room: to cast never ends the process. Beside masters on a device it lies on that device.
-# 4. Where boxes say what takes part, all else of the masters stays as it is: to give back is to write what is in boxes.
-# 5. Masters are read and written on the host by way of `guarded`: what is freed meanwhile is an error that names it.
-#
-# Never: cast while somebody may read the buffer. Whoever calls `fill` sees to that.
+# 1. The buffer is registered, hashed, served and filled. Only `fill`, `give_back` and `changed` touch the masters, and
+#    nobody may read the buffer during `fill`.
+# 2. The buffer has the layout that the tensors would have in that dtype: masters that share memory share it there too.
+# 3. On the host the buffer is memory that readers map. All of it is taken at registration, while there is room. Beside
+#    masters on a device it lies on that device.
+# 4. Where boxes say what takes part, the rest of the masters stays as it is.
+# 5. Masters on the host are read and written by `streams.copy`: memory that was freed is an error that names it.
 
 
 ALIGNED = 16  # B: no element is wider
@@ -480,13 +463,12 @@ class Casts:
                 work(self._piece(index, first, min(first + PART_ELEMENTS, stop), rooms.mine))
 
         devices = sorted({block.device for block in self._blocks if block.device != "cpu"})
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         with self._casting:
             settle(devices)
             for index, memory in self._devices.items() if to_buffer is not None else ():
                 kept_to = None if to_buffer else self._kept_to.get(index)
                 cast_on_device(self._blocks[index], memory, kept_to, to_buffer=bool(to_buffer))
-            in_parallel(one, runs, threads=max(1, min(cores, MAX_THREADS, len(runs))), name="cast")
+            in_parallel(one, runs, threads=max(1, min(core_count(), MAX_THREADS, len(runs))), name="cast")
 
     def _piece(self, index: int, first: int, last: int, room: bytearray) -> "Piece":
         block = self._blocks[index]

@@ -1,34 +1,93 @@
-"""Facts about one tensor: dtype, shape, strides and address; and whether it still lies there."""
+"""Facts about one tensor, and whether it still lies there; and torch, where it is installed and can be loaded."""
 
+import contextlib
+import importlib
+import logging
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
 from ..protocol.errors import UsageError, shortened
 from ..protocol.manifest import dense_strides
 from ..protocol.names import MAX_TEXT, plain
-from .torch_here import seen_torch
+from ..transport import threads
+
+_log = logging.getLogger(__name__)
+
+INSTALL = "install torch"
+
+_why_not = ""  # what would help, once it could not be loaded
+
+
+def seen_torch() -> Any:
+    """torch, if this process has loaded it already. Loads nothing."""
+    found = sys.modules.get("torch")
+    return found if hasattr(found, "Tensor") else None  # a folder of that name can be imported too
+
+
+def outside_modes() -> ExitStack:
+    """A block in which torch works on memory, whatever mode or transform its caller is in.
+
+    That is `FakeTensorMode`, a default device such as "meta", a mode of the caller's own, and `torch.func`.
+    """
+    with ExitStack() as block:
+        torch = seen_torch()
+        if torch is not None:
+            block.enter_context(torch._C.DisableTorchFunction())
+            block.enter_context(importlib.import_module("torch.utils._python_dispatch")._disable_current_modes())
+            with contextlib.suppress(ImportError, AttributeError):  # not every torch has it
+                functorch = importlib.import_module("torch._functorch.pyfunctorch")
+                block.enter_context(functorch.temporarily_clear_interpreter_stack())
+        return block.pop_all()
+
+
+def loaded_torch() -> Any:
+    """torch, loaded. None where it is not installed, or cannot be loaded, which is logged once.
+
+    Raises `Unavailable` where it cannot for want of descriptors or memory: that is not remembered.
+    """
+    global _why_not
+    if seen_torch() is None and not _why_not:
+        _why_not = _load()
+    return seen_torch()
+
+
+def what_helps() -> str:
+    """The hint of an error that is there for want of torch."""
+    return _why_not if loaded_torch() is None else INSTALL
+
+
+def _load() -> str:
+    try:
+        importlib.import_module("torch")
+        if seen_torch() is None:
+            raise ImportError("it has no tensors")
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+            return INSTALL
+        if threads.is_shortage(error):
+            raise threads.unavailable(error, "it loaded torch") from error
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        _log.warning("torch is installed and cannot be loaded: numpy does without it (%s)", why)
+        return f"torch is installed here and cannot be loaded ({why}): mend it, or install it anew"
+    return ""
+
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
 
-# --- One tensor as plain facts: dtype by name, shape, strides, and where its bytes lie; or a refusal that names it.
+# --- One tensor as plain facts, or a refusal that names it.
 #
-# Rules:
-# 1. A tensor is accepted if its elements fill one range of memory exactly: no gaps, no element twice, any order of its
-#    dimensions (`w.t()` is fine, `w[:, ::2]` and `expand` are not). Strides travel in the layout, in elements; where
-#    they mean nothing (a dimension of size 1, a tensor without elements) they are written as a contiguous tensor's,
-#    so that they never make two layouts differ.
-# 2. Parameters, buffers and their subclasses are fine as long as they own plain memory; a subclass that intercepts
-#    operations (`__torch_dispatch__`: DTensor, quantized wrappers, fake tensors) is not, for its memory is elsewhere.
-# 3. Dtypes go by torch's names for torch and numpy alike.
-#
-# Never: copy, change or run an operation on a tensor, keep the user's object instead of its memory, import torch.
+# 1. The elements fill one range of memory exactly: no gaps, no element twice, in any order of dimensions. Strides go
+#    into the layout, in elements. Where they mean nothing they are written as those of a contiguous tensor.
+# 2. Subclasses are fine if they own plain memory. One with `__torch_dispatch__` is refused: its memory is elsewhere.
+# 3. Dtypes have torch's names.
+# 4. No tensor is copied or changed, no operation runs on it, and torch is not imported.
 
 
 NUMPY_KINDS = "biufc"  # bool, signed, unsigned, float, complex; ml_dtypes are recognised by their module
@@ -238,17 +297,8 @@ def _refuse_sparse_memory(name: str, shape: tuple[int, ...], strides: tuple[int,
 
 # --- Whether registered tensors still are the memory that was registered, asked before every operation.
 #
-# `param.data = ...`, `resize_` and a storage freed from under its tensors (as FSDP does between steps) all move the
-# bytes of a tensor. What was registered would be read for what it is not, and what is received would never reach the
-# tensor.
-#
-# Rules:
-# 1. Asking takes 0.07 us for a tensor (0.3 if no cache has it): the addresses, listed by a loop of C's, are compared
-# with
-#    those of registration. That notices resized storages too: to resize one is to allocate another, or none.
-# 2. Only if they differ is each tensor looked at by itself, so that those that moved can be named.
-#
-# Never: run an operation on a tensor, or take a tensor's word for another's.
+# `param.data = ...`, `resize_` and storages freed from under their tensors (FSDP does so between steps) move a tensor's
+# bytes. To compare all addresses takes 0.07 us for a tensor. Only where they differ is each tensor looked at.
 
 
 NAMES_SHOWN = 5  # tensors in an error

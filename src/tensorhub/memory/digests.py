@@ -13,7 +13,6 @@ Rules:
 Never: change a byte, hash what a device may still be writing (`Registration.settle` comes first).
 """
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -28,9 +27,8 @@ from ..protocol.errors import LayoutMismatch, UsageError
 from ..protocol.manifest import DIGEST_BYTES, Layout, Manifest, chunk_count
 from ..transport.base import MAX_MANIFEST_BYTES, ByteStream
 from .describe import some
-from .parallel import in_parallel
 from .registration import Registration
-from .streams import Freed, addresses_of, parts, room_for
+from .streams import Freed, addresses_of, core_count, in_parallel, parts, room_for
 
 Verify = Literal["full", "none"]
 
@@ -270,5 +268,4 @@ def _in_threads(work: Callable[[int], bytes], items: Sequence[int], threads: int
 def _thread_count(chunks: int, threads: int | None) -> int:
     if threads is not None and threads < 1:
         raise UsageError(f"threads={threads}: hashing needs at least one")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(threads or min(cores, MAX_THREADS), chunks))
+    return max(1, min(threads or min(core_count(), MAX_THREADS), chunks))

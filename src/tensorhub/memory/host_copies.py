@@ -25,24 +25,17 @@ from . import streams
 from .describe import InPlace
 from .digests import ALGORITHM, MAX_THREADS, OnDevice
 from .fill import FillSink
-from .parallel import in_parallel
+from .host_memory import HINT, MAX_COPIES, SPARE_BYTES, STEP_BYTES, Footing, Room, copies_that_fit, room, size_text
 from .registration import Registration
-from .room import HINT, MAX_COPIES, SPARE_BYTES, STEP_BYTES, Footing, Room, copies_that_fit, room, size_text
-from .streams import Freed, HostStream, Piece
+from .streams import Freed, HostStream, Piece, core_count, in_parallel
 
 # --- Host memory that is registered with CUDA: devices copy to and from it at the bus' rate.
 #
-# Rules:
-# 1. Memory is registered in steps. Each step is touched first, so the driver's own lock is held for milliseconds only.
-# 2. One limit holds for the whole process. A host copy that does not fit is pageable: it works, at a seventh of the
-# rate.
-# 3. A copy between device and host memory stays within one step: CUDA refuses to cross from one registration to the
-# next.
-# 4. Memory stays registered as long as its `PinnedMemory` is known, and every copy under way knows it. It is
-# unregistered
-#    before it is given back.
-#
-# Never: register memory that other workers have mapped for good, or keep tensors alive.
+# 1. Memory is touched and registered in steps, so the driver's own lock is held for milliseconds only. A copy stays
+#    within one step: CUDA refuses to cross from one registration to the next.
+# 2. One limit holds for the process. A host copy beyond it is pageable, at a seventh of the rate.
+# 3. Memory stays registered as long as its `PinnedMemory` is known, and is unregistered before it is given back.
+# 4. Memory that other workers have mapped for good is not registered.
 
 
 _log = logging.getLogger(__name__)
@@ -212,22 +205,10 @@ def _libc() -> ctypes.CDLL:
 
 # --- Host memory for copies of a shard: as many as the limit allows, laid out as the registered tensors' stream.
 #
-# One that is given back is kept for the next, because memory that was never touched costs more than the copy. When
-# other tensors are registered none is kept any more, and what is in use goes as its copies do: they count against the
-# limit.
-#
-# It is memory that readers on this host can map (`transport.sealed`), where there is such. Memory of a copy that was
-# dropped may be used for the next at once: what somebody still reads there does not count any more. Not so memory that
-# other workers have mapped for good: it is theirs too, and is given back when the last of them lets it go.
-#
-# Memory that is not there is not taken either: what the limits of our cgroups and the host leave is looked at before,
-# and again while a new copy is written (`room`), for whoever touches more is killed.
-#
-# Memory for copies of tensors on devices is registered with CUDA, as far as the limit on pinned memory allows
-# (`pinned`): ahead of need by `prepare`, in a thread that ends by itself, and otherwise by the copy that needs it.
-#
-# Never: take memory beyond the limit, or hand out memory that somebody else has; or keep alive the tensors whose layout
-# the memory has.
+# A copy that is given back is kept for the next, because fresh memory costs more than the copy. When other tensors are
+# registered none is kept. Readers on this host can map it (`transport.sealed`). Memory that other workers have mapped
+# for good is not used again. Before a new copy is touched, the room is looked at: the kernel kills a process that
+# touches more than its limit.
 
 
 COPY_THREADS = 4  # for one copy: more only fight for the memory bus
@@ -564,23 +545,17 @@ def copy_stream(
             )
             on_chunk(chunk, theirs, mine)
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    count = max(1, min(threads or min(cores, COPY_THREADS), len(chunks)))
+    count = max(1, min(threads or min(core_count(), COPY_THREADS), len(chunks)))
     in_parallel(one, chunks, threads=count, name="copy")
 
 
 # --- Copies between registered memory and host copies at the machine's rate.
 #
-# 1. Of tensors on the host: the mover's threads copy, which do not need the interpreter. Python looks at what room
-# there
-#    is before each 64 MiB, and is asked nothing else. So a trainer that computes in Python goes on meanwhile.
-# 2. Of tensors on devices: the device copies to and from registered memory (`pinned`). Several threads wait for it,
-# each
-#    for a run of its own, and hash on the host what has arrived there while the device copies further runs.
-#
-# Where neither is possible, `hostmemory.copy_stream` does the same in Python.
-#
-# It must never: read registered memory itself, or take a chunk for good that has another digest.
+# 1. Of tensors on the host the mover's threads copy, without the interpreter. Python looks at the room that is left
+#    before each 64 MiB.
+# 2. Of tensors on devices the device copies to and from pinned memory. Several threads wait, each for its own run, and
+#    hash what has arrived.
+# Elsewhere `copy_stream` does it in Python.
 
 
 TILE_BYTES = 256 << 10  # copied, then hashed in the near cache
@@ -619,7 +594,7 @@ def offload(
         tile_bytes=TILE_BYTES,
         digests=ctypes.cast(digests, ctypes.c_void_p) if digests is not None else None,
         large=large_of(ours),
-        threads=min(len(os.sched_getaffinity(0)), COPY_THREADS),
+        threads=min(core_count(), COPY_THREADS),
     )
     step = max(1, STEP_BYTES // manifest.chunk_bytes)
     for first in range(0, manifest.chunk_count, step):
@@ -641,7 +616,7 @@ def offload(
     return True
 
 
-# --- tensors on devices -----------------------------------------------------------------------------------------------
+# --- Tensors on devices.
 
 
 def copy_directly(
@@ -703,5 +678,4 @@ def check_filled(fill: FillSink, target: ByteStream, source: ByteStream) -> None
 
 
 def _thread_count() -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, MAX_THREADS)
+    return min(core_count(), MAX_THREADS)

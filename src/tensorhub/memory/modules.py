@@ -13,8 +13,7 @@ from msgspec.structs import replace
 
 from ..protocol.errors import UsageError
 from ..protocol.layout import Box, Placement, Replicated, Sharded, StridedSharded, boxes_of_placements
-from .describe import GATHERED_HINT, NAMES_SHOWN, gathered_by, plainly
-from .torch_here import seen_torch
+from .describe import GATHERED_HINT, NAMES_SHOWN, gathered_by, plainly, seen_torch
 
 if TYPE_CHECKING:
     import torch
@@ -24,16 +23,10 @@ if TYPE_CHECKING:
     from ..protocol.layout import Box
 
 
-# --- DTensors as what they are: a local tensor, and the boxes of a global one that lie in it.
+# --- DTensors as a local tensor, and the boxes of a global one that lie in it.
 #
-# Mesh, coordinate and placements become plain values, and `core.placements` does the arithmetic. A rank outside of the
-# mesh, and one whose part is empty, has no boxes. A DTensor that waits for a reduction (`Partial`) is no part of a
-# tensor.
-#
-# FSDP over tensor parallelism that cuts one dimension unevenly twice leaves local tensors of other sizes than their
-# placements say. Such a DTensor is refused by name, rather than taken for what it is not.
-#
-# Never imported before the user passes a torch tensor.
+# A rank outside the mesh, or with an empty part, has no boxes. FSDP over tensor parallelism that cuts one dimension
+# unevenly twice leaves local tensors of other sizes than their placements say: such a DTensor is refused by name.
 
 
 def boxes_of_dtensor(name: str, tensor: "DTensor") -> "tuple[torch.Tensor, list[Box]]":
@@ -81,23 +74,16 @@ def _reach(box: Box) -> int:
     return box.offset + 1 + sum((count - 1) * stride for count, stride in zip(box.size, box.strides, strict=True))
 
 
-# --- A module's tensors by name, and whether it, or a mapping of tensors, still holds those that were registered.
+# --- A module's tensors by name, and whether it, or a mapping, still holds those that were registered.
 #
-# A tensor in a `state_dict()` is an alias: when its parameter is replaced (`module.weight = Parameter(...)`,
-# `load_state_dict(assign=True)`, `half()`, a tie that was undone) the alias goes on naming the old memory, and nothing
-# about it tells. Only the module knows what it holds now, so it is asked at every publish and before every fill. So
-# is a mapping that was registered: who writes `tensors["w"] = tensors["w"] + 1` means that tensor from then on.
+# A tensor in a `state_dict()` is an alias: when its parameter is replaced, the alias goes on naming the old memory. So
+# the module, or mapping, is asked at every publish and before every fill.
 #
-# Rules:
-# 1. The tensors are the parameters and persistent buffers, with the names and in the order of `state_dict()`; of a
-#    `DTensor` (FSDP2, tensor parallelism) its local shard. Nothing is gathered.
-# 2. State that only `state_dict()` knows (extra state, what hooks and overrides add) is refused by name, unless the
-#    caller leaves it out. `state_dict()` is asked at `register`, and not at a publish or a fill.
-# 3. A module whose `state_dict()` is a collective (FSDP1, ZeRO-3) is refused by name before it is asked.
-# 4. The same tensor is one at the same address with the same dtype, shape and strides, whatever object names it.
-# 5. What is taken out of a mapping, or put into it under another name, changes nothing of what was registered.
-#
-# Never: import torch before a module is given, or change a parameter.
+# 1. The tensors are parameters and persistent buffers, with the names and in the order of `state_dict()`; of a
+#    `DTensor` its local shard. Nothing is gathered.
+# 2. State that only `state_dict()` knows is refused by name, unless the caller leaves it out.
+# 3. A module whose `state_dict()` is a collective (FSDP1, ZeRO-3) is refused before it is asked.
+# 4. The same tensor is one at the same address with the same dtype, shape and strides.
 
 
 def is_module(found: object) -> "TypeGuard[torch.nn.Module]":

@@ -11,9 +11,8 @@ import numpy as np
 
 from ..transport.sealed import Sealed
 from .host_copies import within_steps
-from .parallel import in_parallel
 from .registration import Registration, register
-from .streams import host_view
+from .streams import host_view, in_parallel
 from .xxh3 import Spans
 
 ROUNDS = 4  # the first one also touches the memory

@@ -25,7 +25,7 @@ from ..protocol.manifest import Layout, TensorSpec, digest_of_boxed
 from ..protocol.names import Digest
 from ..transport.base import ByteStream
 from .cast import Casts, cast
-from .describe import NAMES_SHOWN, Described, InPlace, describe_all, some
+from .describe import NAMES_SHOWN, Described, InPlace, describe_all, outside_modes, some
 from .modules import (
     Held,
     HeldMapping,
@@ -41,7 +41,6 @@ from .modules import (
     weakly,
 )
 from .streams import HostStream, Piece, unwritable
-from .torch_here import outside_modes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -258,7 +257,7 @@ def _register(
     layout = Layout(specs, pieces[-1].stop if pieces else 0)
     table, encoded, shares = _boxed(layout, boxes, partial)
     if casts is not None and table is not None:
-        from ..reshard.derive import ranges_inside  # with numpy, as the table
+        from ..reshard.plan import ranges_inside  # with numpy, as the table
 
         casts.keep_to(ranges_inside(table), {spec.name: spec.offset_bytes for spec in specs})
     return Registration(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from itertools import repeat
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -20,14 +20,12 @@ from ..protocol.errors import DeadlineExceeded, HostMemoryFull, UsageError
 from ..transport import threads
 from ..transport.base import ByteStream
 from ..transport.ranges import IOV_MAX, Addresses, Located
-from ..transport.threads import MEMORY
+from ..transport.threads import MEMORY, Thread
 
-# --- Registered memory on the host, seen as bytes: no copy, no dtype, no limit of numpy's.
+# --- Registered memory on the host, seen as bytes.
 #
-# A stream is a list of pieces that cover it without gaps. Asking for a range costs a binary search, a slice of a ready
-# list of views, and at most two new views at its ends, however many small pieces lie between them.
-#
-# Never hand out a view that can outlive its memory: each keeps the stream's tensors alive.
+# A stream is a list of pieces that cover it without gaps. A range costs a binary search, a slice of ready views, and at
+# most two new views. Each view keeps the stream's tensors alive.
 
 
 class Piece(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -153,17 +151,12 @@ class HostStream:
         return bisect_right(self._starts, start) - 1, bisect_left(self._starts, stop)
 
 
-# --- Copies registered memory that may be freed at any moment: the kernel does it, and answers where we would crash.
+# --- Copies of registered memory that may be freed at any moment.
 #
-# A tensor's storage can be given back while tensors still name it (`untyped_storage().resize_(0)`, as FSDP does between
-# steps), and a mapped file can be cut short. Whoever then reads there himself dies: SIGSEGV, SIGBUS. No look at the
-# addresses before helps, for it may happen a moment later. So whatever we read, or write, of the caller's memory goes
-# through `process_vm_readv` on this very process, which says EFAULT; where a filter forbids that, through a pipe.
-#
-# What it costs, on one core: to hash a GiB 0.16 s in place of 0.12, to copy one 0.18 in place of 0.16 (numpy).
-#
-# It cannot tell that memory was freed which the allocator has kept: there the digests, and `Registration.moved`, do.
-# It must never: touch a byte of registered memory itself, or take a byte for copied that the kernel did not count.
+# A storage can be given back while tensors still name it, and a mapped file can be cut short. A process that reads
+# there dies of SIGSEGV or SIGBUS. So the kernel copies, by `process_vm_readv` on this very process, which answers
+# EFAULT; where a filter forbids that, through a pipe. To hash a GiB takes 0.16 s in place of 0.12 on one core. Freed
+# memory that the allocator has kept is found by digests, and by `Registration.moved`.
 
 
 PART_BYTES = 4 << 20  # a chunk of the usual size at once: each part waits twice for the interpreter where it is busy
@@ -346,17 +339,11 @@ def _missing(*_: object) -> int:
 
 # --- Device memory as a `ByteStream`: a block of it passes through a small ring of host memory.
 #
-# Rules:
-# 1. A block takes as many slots as its device bytes need, all at once and in order of arrival, and gives them back when
-#    it ends. It waits for them at most `wait_s`; a block that could never fit is refused at once.
-# 2. `reading` copies to the host before the block begins; `writing` copies to the device when it ends, and returns when
-#    the bytes are in place. A `writing` block that raises copies nothing: the device keeps what it had.
-# 3. Pieces that lie on the host are handed out directly, between the staged ones, and take no slot.
-# 4. Several threads use one stream at once; each waits for its own copies only, so one's copy overlaps another's
-# sending.
-#
-# Knows no device: a `Copier` does the copying. Never: hold more host memory than the ring, or use it before it is
-# needed.
+# 1. A block takes all its slots at once, in order of arrival, and waits for them at most `wait_s`.
+# 2. `reading` copies to the host before the block begins. `writing` copies to the device when it ends, and nothing
+#    where the block raises.
+# 3. Pieces on the host are handed out directly and take no slot.
+# 4. Several threads use one stream: each waits for its own copies only.
 
 
 SLOT_BYTES = 4 << 20  # one chunk of the usual size
@@ -557,3 +544,69 @@ class StagedStream:
             if self._staging is None:
                 self._staging = self._copier.staging(self._ring.size_bytes)
             return self._staging
+
+
+T = TypeVar("T")
+V = TypeVar("V")
+
+
+def core_count() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def in_parallel(work: Callable[[T], V], items: Sequence[T], *, threads: int, name: str) -> list[V]:
+    """What `work` gives for each of the items, in order. What it raises first ends it all and is raised here.
+
+    This thread is one of them, so that all is done where no other can be started.
+    """
+    shared = _Shared(work, items)
+    helpers: list[Thread] = []
+    for number in range(1, min(threads, len(items))):
+        helper = Thread(shared.run, name=f"tensorhub-{name}_{number}")
+        try:
+            helper.start()
+        except (RuntimeError, MemoryError):
+            break
+        helpers.append(helper)
+    shared.run()
+    for helper in helpers:
+        helper.join()
+    return shared.result()
+
+
+class _Shared(Generic[T, V]):
+    """Items that each thread takes one of, as long as there are any and none has failed."""
+
+    def __init__(self, work: Callable[[T], V], items: Sequence[T]) -> None:
+        self._work, self._items = work, items
+        self._found: dict[int, V] = {}
+        self._error: BaseException | None = None
+        self._next = 0
+        self._lock = threading.Lock()
+
+    def run(self) -> None:
+        """In each of the threads."""
+        while (at := self._take()) is not None:
+            try:
+                self._found[at] = self._work(self._items[at])
+            except BaseException as error:  # noqa: BLE001 it is raised where all of it was asked for
+                with self._lock:
+                    self._error = self._error or error
+
+    def _take(self) -> int | None:
+        with self._lock:
+            if self._error is not None or self._next == len(self._items):
+                return None
+            self._next += 1
+            return self._next - 1
+
+    def result(self) -> list[V]:
+        """Once all threads have ended."""
+        error, self._error = self._error, None
+        if error is None:
+            return [self._found[at] for at in range(len(self._items))]
+        try:
+            raise error
+        finally:
+            del error  # it knows this frame

@@ -27,17 +27,14 @@ from .grid import (
     volumes,
 )
 
-# --- Strided copies as flat rows of integers, which native code can go through without knowing what a tensor is.
-#
-# Each row is two loops around a run of bytes:
+# --- Strided copies as rows of integers, which native code goes through without knowing what a tensor is.
 #
 #     for i in range(COUNTS):  for j in range(COUNT):
 #         copy RUN bytes from SOURCE + i * SOURCE_STRIDES + j * SOURCE_STRIDE
 #                          to TARGET + i * TARGET_STRIDES + j * TARGET_STRIDE
 #
-# Going through the rows of one tile in their order, and through the loops as written, visits its elements in row-major
-# order of the global tensor. So packing a source with them gives the bytes that the tile's digest is taken of, and
-# unpacking such bytes with them scatters them.
+# The rows of one tile, in their order, visit its elements in row-major order of the global tensor: the order of its
+# digest.
 
 
 SOURCE, TARGET, RUN, COUNT, SOURCE_STRIDE, TARGET_STRIDE, COUNTS, SOURCE_STRIDES, TARGET_STRIDES = range(9)
@@ -175,14 +172,10 @@ def _block(memory: Bytes, row: list[int], side: int) -> Bytes:
     return np.lib.stride_tricks.as_strided(memory[row[side] :], shape, (row[side + OUTER], row[side + INNER], 1))
 
 
-# --- Memory that two boxes share in part: such a layout can be published, and nothing can be read into it.
+# --- Memory that two boxes share in part: such a layout can be published, and not filled.
 #
-# Tensors may share memory in any way, as views of one storage do. Aliases (the same part, the same memory) are fine
-# everywhere, since the digests of their tiles can be compared. Where memory is shared in another way nobody can say
-# before the bytes move whether both boxes can be satisfied, so `check_disjoint` refuses it and names both.
-#
-# Boxes whose bytes do not interleave are told apart by their first and last byte; columns of one row by their place in
-# the row; and only what is left over by its runs of bytes.
+# Aliases (the same part, the same memory) are fine, since the digests of their tiles can be compared. Boxes are told
+# apart by first and last byte, columns of one row by their place in it, and the rest by their runs of bytes.
 
 
 MAX_RUNS = 1 << 22  # of one cluster of boxes that interleave: 100 MB for a moment
@@ -263,11 +256,7 @@ def _check_runs(table: BoxTable, rows: Ints) -> None:
         )
 
 
-# --- What a replica has of the tensors that it should have: holes, and tensors that nobody has.
-#
-# A version exists only if the boxes of the replica that publishes it cover every global tensor; and a replica that left
-# out a layer would be ready sooner than the others, and wrong. So both are errors before a byte moves, and name the
-# part.
+# --- What a replica has of the tensors that it should have. Holes are errors before a byte moves, and name the part.
 
 
 NO_BANDS = 1 << 62
@@ -345,12 +334,10 @@ def _extended(mask: Bools, corner: list[int]) -> list[int]:
     return stop
 
 
-# --- Tiles whose runs are a few bytes long: they come in the order of the source's memory, and are turned at the
-# reader.
+# --- Tiles whose runs are a few bytes long, because one end stores the tensor transposed.
 #
-# A tensor that is stored transposed at one end has runs of one element, and the kernel takes as long over one as over a
-# kilobyte. So such a tile is asked for in an order in which it is long runs at its source, into scratch memory; is gone
-# through there in row-major order for its digest; and is then put element by element where it belongs.
+# The kernel takes as long over one element as over a kilobyte. So such a tile is asked for in long runs of its source,
+# into scratch memory. There it is hashed in row-major order, and then put element by element where it belongs.
 
 
 SHORT_BYTES = 64  # runs below this are elements, or nearly; to hand one to the kernel takes as long as to copy 256 B

@@ -1,5 +1,6 @@
 """The grid of tiles that all layouts of a version share, and the tiles of one shard."""
 
+from array import array
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +14,7 @@ from ..protocol.errors import LayoutMismatch, UsageError
 from ..protocol.layout import MAX_EXTENT, Box, GlobalTensor, boxes_of, part_text, refuse_difference
 from ..protocol.manifest import Layout, TensorSpec, item_bytes, names_difference
 
-# --- Small operations on integer arrays that the arithmetic of tiles is made of.
+# --- Small operations on integer arrays.
 
 
 Ints = npt.NDArray[np.int64]
@@ -77,6 +78,13 @@ def row_major(extents: Ints) -> Ints:
     return steps
 
 
+def words(numbers: Ints) -> "array[int]":
+    """As a transport takes them."""
+    found = array("Q")
+    found.frombytes(np.ascontiguousarray(numbers, np.int64).tobytes())
+    return found
+
+
 def group_starts(*columns: Ints) -> Ints:
     """In sorted rows, where each run of equal rows begins."""
     count = len(columns[0])
@@ -89,18 +97,13 @@ def group_starts(*columns: Ints) -> Ints:
     return np.flatnonzero(is_first)
 
 
-# --- The boxes of one shard as columns, in an order that follows from what they are: one row for each box.
+# --- The boxes of one shard as columns, one row for each box.
 #
-# A row says where its elements lie in the shard's stream, in bytes: element (i, j, …) of the box is at
-# `offset + i * strides[0] + j * strides[1] + …`. Shapes are filled up on the left to one number of dimensions.
-#
-# Rules:
-# 1. Rows are sorted by place; those at one place by shape, strides, part and name. Boxes without elements are left out;
-#    their tensor stays.
-# 2. Boxes with the same memory that are the same part of tensors of one shape and dtype are *aliases* (tied weights):
-#    each names the first of them in `alias_of`, and all have the same content. Other memory in common: see
-#    `overlaps.py`.
-# 3. Two shards have equal layouts exactly if their tables are equal; `wire.py` makes one digest of one.
+# Element (i, j, …) of a box lies at `offset + i * strides[0] + j * strides[1] + …` of the stream, in bytes. Shapes are
+# filled up on the left to one number of dimensions. Rows are sorted by place, then shape, strides, part and name. Boxes
+# without elements are left out. Boxes with the same memory that are the same part of tensors of one shape and dtype are
+# *aliases* (tied weights): each names the first of them in `alias_of`. Two shards have equal layouts exactly if their
+# tables are equal.
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -221,20 +224,13 @@ def _order_and_aliases(
 
 # --- The cuts that all layouts of a version share: for each global tensor and dimension a sorted list of places.
 #
-# Rules:
-# 1. Every boundary of every box of every layout is a cut. So a box consists of whole tiles, and a tile lies in a box
-#    wholly or not at all.
+# 1. Every boundary of every box of every layout is a cut. So a box consists of whole tiles.
 # 2. A box whose memory is longer than 4 MiB is cut further, along the dimension that is outermost *in its memory*, at
-#    multiples of a power of two counted from the tensor's beginning. So each layout can be gone through in runs of
-#    whole tiles of at most 4 MiB, also one that stores transposed; and the cuts of layouts that are cut differently
-#    fall together.
-# 3. Tensors that are tied in any layout have the same cuts, so that their tiles can be compared.
-# 4. Where the cuts of all layouts together would make more than 1,024 tiles of a tensor, and these smaller than 16
-# KiB on
-#    average, only the publisher's own cuts are taken. Readers of other layouts then read tiles that cover their boxes.
-# 5. A grid follows from the set of layouts, in whatever order they come.
-#
-# A grid is fixed when a version is published. A layout that comes later may have boundaries that are no cuts.
+#    multiples of a power of two. So each layout can be gone through in runs of whole tiles of at most 4 MiB.
+# 3. Tensors that are tied in any layout have the same cuts.
+# 4. Where all cuts would make more than 1,024 tiles of a tensor, smaller than 16 KiB on average, only the publisher's
+#    cuts are taken. Readers of other layouts then read tiles that cover their boxes.
+# 5. A grid follows from the set of layouts, in any order. It is fixed when a version is published.
 
 
 BAND_BYTES = 4 << 20  # of a layout's own memory in one run of whole tiles: one chunk
@@ -540,11 +536,9 @@ def _grid_of_keys(tensors: Sequence[GlobalTensor], bases: Ints, root: Ints, keys
     return Grid(tuple(tensors[n] for n in order), ints(kind), flat, starts, (lengths - 1).reshape(-1, dimensions))
 
 
-# --- The tiles of one shard: which cells of the grid its boxes consist of, and where each one lies in its stream.
+# --- The tiles of one shard. `slot` numbers them box after box, row-major within a box, as digests are in its manifest.
 #
-# A shard's tiles have numbers of their own, `slot`: box after box in the order of its table, row-major within a box.
-# That is the order of digests in its manifest. Where a boundary of a box is no cut (the layout came after the version
-# was published), the tiles at that boundary lie in the box in part only: `is_whole` is false for them.
+# Where a boundary of a box is no cut, because the layout came later, tiles there lie in the box in part (`is_whole`).
 
 
 NAMES_SHOWN = 3
@@ -731,12 +725,10 @@ def window_of(grid: Grid, spans: Spans) -> Window:
     return Window(low, high)
 
 
-# --- A shard's tiles in the order of its memory, in chunks of at most 4 MiB: the unit of progress among equal
-# layouts.
+# --- A shard's tiles in the order of its memory, in chunks of at most 4 MiB: the unit of progress among equal layouts.
 #
-# A chunk is nearly always one run of bytes that consists of whole tiles, so that readers of one layout exchange it as
-# they exchange any bytes. Where tiles lie between each other in too long a stretch, or beside memory that is in no box,
-# it is just a set of tiles (`is_run` is false) and is moved row by row. Chunks follow from layout and grid alone.
+# A chunk is nearly always one run of bytes that consists of whole tiles. Where other memory lies between tiles it is a
+# set of tiles, moved row by row. Chunks follow from layout and grid alone.
 
 
 @dataclass(frozen=True, eq=False, repr=False)

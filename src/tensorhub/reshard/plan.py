@@ -1,68 +1,530 @@
-"""Plans of a read across layouts: which tile from which source, as which copies."""
+"""What a reader fetches from which source, and the digests of tiles: of memory, and derived from other layouts."""
 
+import ctypes
+import threading
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ..memory.digests import NO_ALGORITHM
-from ..protocol.errors import CorruptTransfer, UsageError
-from ..protocol.manifest import TileManifest
+from ..memory import streams
+from ..memory.describe import some
+from ..memory.digests import ALGORITHM, NO_ALGORITHM, freed
+from ..memory.host_copies import COPY_THREADS
+from ..memory.registration import Registration
+from ..memory.streams import Freed, addresses_of, copy, copy_pieces, core_count, in_parallel
+from ..protocol.errors import Closed, LayoutMismatch, UsageError, VersionConflict
+from ..protocol.manifest import DIGEST_BYTES, TileManifest
+from ..protocol.names import Digest
 from ..transport.base import ByteStream
-from ..transport.ranges import MAX_ROWS, Batches, Rows, Scatter
+from ..transport.native import load
+from ..transport.ranges import IOV_MAX, MAX_ROWS, Addresses, Batches, Placed, Rows, Scatter, bare_addresses, is_bare
 from .copies import (
     COUNT,
     COUNTS,
     OURS,
+    OUTER,
     RUN,
     SOURCE,
-    TARGET,
+    SOURCE_STRIDE,
     THEIRS,
     Bytes,
     Copies,
-    carry_out,
     check_disjoint,
     copies_of,
+    hole_text,
     joined,
     kept_from,
+    memory_order,
     no_copies,
     turned,
     turned_tiles,
 )
-from .derive import Memory, Source, Wanted, offered, refuse_holes, tied_tiles, wanted_by
 from .grid import (
     BAND_BYTES,
     Bools,
+    BoxTable,
     Chunks,
+    Grid,
     Ints,
     Tiles,
+    Window,
     cell_of,
     chunks_of,
     padded,
     ranks_of,
     row_major,
+    spans,
+    spans_of,
     starts_of,
+    tiles_of,
     volumes,
+    window_of,
+    words,
 )
+
+# --- Copies many short runs out of memory that may be freed at any moment, in row-major order.
+#
+# To hand one run to the kernel takes as long as to copy a kilobyte. Where runs lie close together, memory is copied
+# slab by slab and picked from; elsewhere the kernel gets as many runs at once as it takes.
+
+
+SLAB_BYTES = 32 << 20  # half of the ring through which a device's memory passes
+RUN_BYTES = 1024  # to hand a run to the kernel takes as long as to copy so many
+WORDS = (1, 2, 4, 8)  # bytes of a run that is one number to numpy
+
+
+def copy_runs(stream: ByteStream, copies: Copies, room: Bytes) -> None:
+    """The runs of these rows into `room`, which is as long as all of them. Raises `Freed` near what is not there."""
+    at = 0
+    for row in joined(copies.rows[:, THEIRS]).tolist():
+        size = row[1] * row[2] * row[4]
+        if not _by_slabs(stream, row, room[at : at + size]):
+            _by_runs(stream, row, room[at : at + size])
+        at += size
+
+
+def _by_slabs(stream: ByteStream, row: list[int], room: Bytes) -> bool:
+    """Of the row's two loops, that with the longer stride slab by slab. False: it would copy too much."""
+    place, run, *inner, counts, outer = row
+    shape, steps = [counts, inner[0]], [outer, inner[1]]
+    long = int(steps[1] > steps[0])
+    lines, step = shape[long], steps[long]
+    line = (shape[1 - long] - 1) * steps[1 - long] + run
+    step = step if lines > 1 else line
+    if line > SLAB_BYTES or lines * min(step, line) > RUN_BYTES * counts * inner[0]:
+        return False
+    most = 1 + (SLAB_BYTES - line) // step if step <= line * 2 else 1  # what lies far apart is copied line by line
+    kind, tail = (np.dtype(f"u{run}"), []) if run in WORDS else (np.dtype(np.uint8), [run])
+    target: npt.NDArray[np.unsignedinteger] = np.ndarray((*shape, *tail), kind, room.data)
+    slab = np.empty((min(most, lines) - 1) * step + line, np.uint8)
+    for first in range(0, lines, most):
+        number = min(most, lines - first)
+        start, size = place + first * step, (number - 1) * step + line
+        with stream.reading(start, start + size) as views:
+            here = Addresses.of_ranges([(slab.ctypes.data, size)], start)
+            copy(addresses_of(stream, views, start), here, start, start + size)
+        shape[long] = number
+        found: npt.NDArray[np.unsignedinteger] = np.ndarray(
+            (*shape, *tail), kind, slab.data, strides=(*steps, *(1 for _ in tail))
+        )
+        target[(slice(None),) * long + (slice(first, first + number),)] = found
+    return True
+
+
+def _by_runs(stream: ByteStream, row: list[int], room: Bytes) -> None:
+    place, run, count, stride, counts, strides = row
+    for first in range(0, count * counts, IOV_MAX):
+        rank: Ints = np.arange(first, min(first + IOV_MAX, count * counts))
+        places = place + rank % count * stride + rank // count * strides
+        targets = room.ctypes.data + rank * run
+        start, stop = int(np.min(places)), int(np.max(places)) + run
+        if is_bare(stream) or stop - start <= SLAB_BYTES:
+            with stream.reading(start, stop) as views:
+                base = addresses_of(stream, views, start).whole(start, stop)
+                if base:
+                    copy_pieces(_pairs(base + places - start, run), _pairs(targets, run), start)
+                    continue
+        for at, target in zip(places.tolist(), targets.tolist(), strict=True):
+            with stream.reading(at, at + run) as views:
+                copy(addresses_of(stream, views, at), Addresses.of_ranges([(target, run)], at), at, at + run)
+
+
+def _pairs(addresses: Ints, length: int) -> "array[int]":
+    """For the kernel: address and length, again and again."""
+    found = np.empty((len(addresses), 2), np.uint64)
+    found[:, 0], found[:, 1] = addresses, length
+    return array("Q", found.tobytes())
+
+
+# --- Copies what lies in boxes from one stream into another of the same layout, and no byte between them.
+#
+# Boxes that fill their memory together are copied as they lie. Where padding lies between rows, each run counts.
+
+
+Range = tuple[int, int]  # the first byte of the stream, and the one behind the last
+
+
+def copy_boxes(
+    source: ByteStream, target: ByteStream, table: BoxTable, *, chunk_bytes: int, is_over: Callable[[], bool]
+) -> None:
+    """Copy all boxes, in parallel. Blocks; raises `Closed` once `is_over`, and `Freed` if memory is not there."""
+    ranges, loose = inside(table)
+    work: list[Range | int] = [part for each in ranges for part in _parts(each, chunk_bytes)]
+    work += range(len(loose))
+    tables = bare_addresses(source), bare_addresses(target)
+
+    def one(item: Range | int) -> None:
+        for part in [[item]] if isinstance(item, tuple) else _runs(loose, item):
+            if is_over():
+                raise Closed("the copy was given up")
+            first, last = part[0][0], part[-1][1]
+            taken, given = (_box_pairs(each, part) if each is not None else None for each in tables)
+            if taken is not None and given is not None:
+                with target.writing(first, last):
+                    streams.copy_pieces(taken, given, first)
+                continue
+            for start, stop in part:
+                with source.reading(start, stop) as theirs, target.writing(start, stop) as mine:
+                    there = streams.addresses_of(source, theirs, start)
+                    streams.copy(there, streams.addresses_of(target, mine, start), start, stop)
+
+    in_parallel(one, work, threads=max(1, min(core_count(), COPY_THREADS, len(work))), name="copy")
+
+
+def inside(table: BoxTable) -> tuple[list[Range], Copies]:
+    """The bytes that are in boxes: ranges without a hole; and rows of boxes with something else between them."""
+    rows = np.flatnonzero(table.alias_of == np.arange(len(table)))
+    if not len(rows):
+        return [], no_copies()
+    start = table.offset[rows]
+    reach = np.maximum.accumulate(start + table.spans[rows])
+    firsts = np.concatenate(([0], np.flatnonzero(start[1:] >= reach[:-1]) + 1))
+    counts = np.diff(np.append(firsts, len(rows)))
+    begin, end = start[firsts], reach[firsts + counts - 1]
+    is_full = np.add.reduceat(table.bytes_of_boxes[rows], firsts) == end - begin
+    ranges: list[Range] = []
+    for first, last in zip(begin[is_full].tolist(), end[is_full].tolist(), strict=True):
+        if ranges and ranges[-1][1] == first:
+            ranges[-1] = (ranges[-1][0], last)
+        else:
+            ranges.append((first, last))
+    loose = rows[~np.repeat(is_full, counts)]
+    size, strides = memory_order(table, loose)
+    place, item = table.offset[loose], table.item[table.tensor[loose]]
+    return ranges, copies_of(size, item, place, strides, place, strides, np.arange(len(loose)))
+
+
+def ranges_inside(table: BoxTable) -> list[Range]:
+    """All bytes that are in boxes, in order, neighbours joined."""
+    ranges, loose = inside(table)
+    found: list[Range] = []
+    for first, last in sorted(
+        [*ranges, *(run for row in range(len(loose)) for part in _runs(loose, row) for run in part)]
+    ):
+        if found and found[-1][1] >= first:
+            found[-1] = (found[-1][0], max(last, found[-1][1]))
+        else:
+            found.append((first, last))
+    return found
+
+
+def _parts(whole: Range, most_bytes: int) -> Iterator[Range]:
+    start, stop = whole
+    for first in range(start, stop, most_bytes):
+        yield first, min(first + most_bytes, stop)
+
+
+def _runs(copies: Copies, row: int) -> Iterator[list[Range]]:
+    """The runs of one row, as many at a time as the kernel takes at once."""
+    numbers = copies.rows[row].tolist()
+    count, length = numbers[COUNT] * numbers[COUNTS], numbers[RUN]
+    for first in range(0, count, IOV_MAX):
+        rank: Ints = np.arange(first, min(first + IOV_MAX, count))
+        steps = rank % numbers[COUNT] * numbers[SOURCE_STRIDE] + rank // numbers[COUNT] * numbers[SOURCE + OUTER]
+        places = np.sort(numbers[SOURCE] + steps)
+        yield list(zip(places.tolist(), (places + length).tolist(), strict=True))
+
+
+def _box_pairs(addresses: Addresses, parts: list[Range]) -> "array[int] | None":
+    """Where they lie, for the kernel; None if they lie in several pieces of memory."""
+    first, last = parts[0][0], parts[-1][1]
+    base = addresses.whole(first, last)
+    if not base:
+        return None
+    return array("Q", [number for start, stop in parts for number in (base + start - first, stop - start)])
+
+
+# --- Tile digests of memory, and the manifest of one layout derived from those of others, without any data.
+#
+# 1. A tile's digest is that of its elements in row-major order of the global tensor, wherever they lie.
+# 2. All sources of a derivation have the same grid, algorithm and salt. The caller has compared each manifest's root.
+# 3. A tile with two digests is a `VersionConflict`, and so are tied boxes that differ. One without a source is a
+#    `LayoutMismatch`. Both name tensor and part.
+
+
+Digests = npt.NDArray[np.void]  # each of 16 bytes
+Memory = Callable[[int, int], Bytes]  # bytes [start, stop) of a shard's stream, as they lie there
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """One shard of a replica that holds the version: its name in messages, its boxes, and its manifest where known."""
+
+    name: str
+    table: BoxTable
+    manifest: TileManifest | None = None
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Wanted:
+    """The tiles that a reader needs, each once, and what of each source's tiles may help."""
+
+    tiles: Tiles
+    number: Ints  # sorted, each once
+    entry: Ints  # [numbers] the first of the reader's tiles with that number
+    of_tile: Ints  # [tiles] its place in `number`
+    window: Window
+
+    @property
+    def grid(self) -> Grid:
+        return self.tiles.grid
+
+
+def wanted_by(tiles: Tiles) -> Wanted:
+    """Of all tiles of a reader."""
+    number, entry, of_tile = np.unique(tiles.number, return_index=True, return_inverse=True)
+    spans = spans_of(tiles.table, tiles.grid)
+    return Wanted(tiles, number, entry, of_tile.reshape(-1), window_of(tiles.grid, spans))
+
+
+def offered(wanted: Wanted, source: Source) -> tuple[Tiles, Ints]:
+    """The whole tiles of a source that are wanted, and the place of each in `wanted`, in that order."""
+    spans = spans_of(source.table, wanted.grid, here=f"at {source.name}")
+    found = tiles_of(source.table, wanted.grid, spans, wanted.window)
+    place = np.searchsorted(wanted.number, found.number)
+    place[place == len(wanted.number)] = 0
+    is_wanted = (
+        found.is_whole & (wanted.number[place] == found.number) if len(wanted.number) else found.is_whole & False
+    )
+    picked = np.flatnonzero(is_wanted)
+    picked = picked[np.argsort(place[picked], kind="stable")]
+    return found.only(picked), place[picked]
+
+
+def derive_manifest(tiles: Tiles, sources: Sequence[Source], *, layout: Digest, grid: Digest) -> TileManifest:
+    """The manifest of the reader whose tiles these are. `layout` and `grid` are the digests of its table and grid."""
+    manifests = [_manifest_of(source, grid) for source in sources]
+    facts = sorted({(manifest.algorithm, manifest.salt, manifest.metadata) for manifest in manifests})
+    if len(facts) != 1:
+        raise UsageError(f"the sources' manifests are not of one version: {facts}")
+    algorithm, salt, metadata = facts[0]
+    if algorithm == NO_ALGORITHM:
+        return TileManifest(layout, grid, algorithm, len(tiles), b"", salt, metadata)
+    wanted = wanted_by(tiles)
+    digests = np.zeros(len(wanted.number), f"V{DIGEST_BYTES}")
+    known_from = np.full(len(wanted.number), -1)
+    for index, (source, manifest) in enumerate(zip(sources, manifests, strict=True)):
+        found, place = offered(wanted, source)
+        theirs = np.frombuffer(manifest.digests, digests.dtype)
+        slots = found.slot
+        if len(slots) and int(np.max(slots)) >= len(theirs):
+            raise UsageError(f"the manifest of {source.name} has {len(theirs)} tiles, its layout more")
+        values = theirs[slots]
+        is_known = known_from[place] >= 0
+        differs = np.flatnonzero(is_known & (digests[place] != values))
+        if len(differs):
+            at = int(place[differs[0]])
+            other = sources[int(known_from[at])].name
+            raise VersionConflict(
+                f"{found.text(int(differs[0]))} has other content at {source.name} than at {other}",
+                hint="wherever a part of a tensor lies, on several ranks too, it must be the same when it is published",
+            )
+        digests[place] = values
+        known_from[place] = index
+        twice = np.flatnonzero(digests[place] != values)  # the same tile in two boxes of this source
+        if len(twice):
+            raise VersionConflict(f"{found.text(int(twice[0]))} lies twice at {source.name}, with different content")
+    refuse_holes(wanted, known_from >= 0)
+    mine = digests[wanted.of_tile]
+    check_ties(tiles, mine)
+    return TileManifest(layout, grid, algorithm, len(tiles), mine.tobytes(), salt, metadata)
+
+
+def _manifest_of(source: Source, grid: Digest) -> TileManifest:
+    if source.manifest is None:
+        raise UsageError(f"nothing can be derived from {source.name}, whose manifest is unknown")
+    if source.manifest.grid != grid:
+        raise UsageError(f"{source.name} has the grid {source.manifest.grid}, the version {grid}")
+    return source.manifest
+
+
+def refuse_holes(wanted: Wanted, is_known: npt.NDArray[np.bool_]) -> None:
+    """Raises `LayoutMismatch`, naming tensor and part, if a wanted tile is not known."""
+    if not is_known.all():
+        part, others = hole_text(wanted.grid, wanted.number[~is_known])
+        raise LayoutMismatch(
+            f"no source has {part}{others}",
+            hint="the boxes of all shards of the publisher together cover every global tensor",
+        )
+
+
+def tied_tiles(tiles: Tiles) -> Ints:
+    """For each tile of an alias the tile with the same memory that stands for it; for all others themselves.
+
+    Raises `LayoutMismatch` where two tied boxes are not cut alike, so that their tiles cannot be compared.
+    """
+    table = tiles.table
+    tied_to = np.arange(len(tiles))
+    aliases = np.flatnonzero(table.alias_of != np.arange(len(table)))
+    if not len(aliases):
+        return tied_to
+    order = np.argsort(tiles.box, kind="stable")
+    ends = np.searchsorted(tiles.box[order], np.arange(len(table) + 1))
+    for row in aliases.tolist():
+        first = int(table.alias_of[row])
+        mine, theirs = (order[ends[n] : ends[n + 1]] for n in (row, first))
+        if len(mine) != len(theirs) or not _are_alike(tiles.only(mine), tiles.only(theirs)):
+            raise LayoutMismatch(
+                f"{table.text(first)} and {table.text(row)} lie in the same memory here, and are not cut alike in what"
+                " was published: nobody can tell that they are equal",
+                hint="register this layout before the version is published",
+            )
+        tied_to[mine] = theirs
+    return tied_to
+
+
+def _are_alike(mine: Tiles, theirs: Tiles) -> bool:
+    """What lies here of each is the same part of a tile of the same size: else their digests are of different bytes."""
+    (begin, size), (its_begin, its_size) = mine.cell(), theirs.cell()
+    is_same = (mine.size == theirs.size) & (size == its_size) & (mine.start - begin == theirs.start - its_begin)
+    return bool(is_same.all())
+
+
+def check_ties(tiles: Tiles, digests: Digests) -> None:
+    """Raises unless boxes with the same memory have equal digests: the memory can hold only one content."""
+    tied_to = tied_tiles(tiles)
+    wrong = np.flatnonzero(digests != digests[tied_to])
+    if len(wrong):
+        one, other = int(tied_to[wrong[0]]), int(wrong[0])
+        raise VersionConflict(
+            f"{tiles.text(one)} and {tiles.text(other)} lie in the same memory here, and were published with different"
+            " content",
+            hint="do not tie them",
+        )
+
+
+def digests_of(tiles: Tiles, memory: Memory, algorithm: str = ALGORITHM, *, parts: bool = False) -> bytes:
+    """The digest of each tile, 16 bytes each, in the order given. All must be whole; or with `parts` what lies here."""
+    if algorithm != ALGORITHM:
+        raise UsageError(f"digests of tiles are by {ALGORITHM}, not by {algorithm!r}")
+    if not parts and not tiles.is_whole.all():
+        raise UsageError("a layout whose boundaries are no cuts of the grid has tiles that it holds only in part")
+    strides, item = tiles.strides, tiles.item
+    span = spans(tiles.size, strides, item)
+    is_run = ((strides == row_major(tiles.size) * item[:, None]) | (tiles.size == 1)).all(axis=1)
+    found = bytearray()
+    rows = zip(tiles.offset.tolist(), span.tolist(), is_run.tolist(), strict=True)
+    for tile, (offset, length, is_simple) in enumerate(rows):
+        data = memory(offset, offset + length)
+        if not is_simple:
+            data = _in_order(data, tiles.size[tile], strides[tile], int(item[tile]))
+        found += xxhash.xxh3_128_digest(data.data)
+    return bytes(found)
+
+
+def _in_order(data: Bytes, size: Ints, strides: Ints, item: int) -> Bytes:
+    """The elements of a tile in row-major order, as bytes of their own."""
+    shape, steps = (*size.tolist(), item), (*strides.tolist(), 1)
+    return np.ascontiguousarray(np.lib.stride_tricks.as_strided(data, shape, steps)).reshape(-1)
+
+
+SPREAD = 4  # memory that is this many times longer than the tiles in it is looked at tile by tile
+
+
+def tile_digests(registration: Registration, tiles: Tiles, *, threads: int | None = None) -> bytes:
+    """The digest of each tile, or of what lies here of it, as it lies in registered memory, in the order given.
+
+    Memory is copied first, by the kernel, for it may be freed at any moment. Raises `UsageError` naming its tensors.
+    """
+    registration.settle()
+    chunks, found = chunks_of(tiles), np.zeros((len(tiles), DIGEST_BYTES), np.uint8)
+    is_dense = chunks.stop - chunks.start <= SPREAD * chunks.size_bytes
+    work = _Hashing(registration, tiles, int(np.max((chunks.stop - chunks.start)[is_dense], initial=0)))
+
+    def one(chunk: int) -> None:
+        mine = chunks.order[chunks.first[chunk] : chunks.first[chunk + 1]]
+        found[mine] = work.near(mine) if is_dense[chunk] else np.concatenate([work.spread(int(tile)) for tile in mine])
+
+    in_parallel(one, range(len(chunks)), threads=threads or 2, name="digest")
+    if work.gone:
+        raise UsageError(
+            f"the memory of these tensors was freed while they were hashed: {some(freed(registration, work.gone))}",
+            hint="register() again what was given other memory, and free it only after unpublish()",
+        )
+    return found[tied_tiles(tiles)].tobytes()
+
+
+class _Hashing:
+    """Digests of some tiles. Called from several threads, each with room of its own."""
+
+    def __init__(self, registration: Registration, tiles: Tiles, most_bytes: int) -> None:
+        self.gone: list[int] = []  # a byte of each piece of memory that was not there any more
+        self._stream = registration.stream
+        self._tiles = tiles
+        self._most_bytes = most_bytes
+        self._rooms = threading.local()
+
+    def near(self, tiles: Ints) -> Bytes:
+        """Of tiles that lie near each other: their memory is copied as it lies."""
+        copies = _gathering(self._tiles.only(tiles))
+        first, last = copies.extent(SOURCE)
+        room = self._room(self._most_bytes)
+        try:
+            with self._stream.reading(first, last) as views:
+                here = Addresses.of_ranges([(room.ctypes.data, last - first)], first)
+                copy(addresses_of(self._stream, views, first), here, first, last)
+        except Freed as error:
+            self.gone.append(error.at)
+            return np.zeros((len(tiles), DIGEST_BYTES), np.uint8)
+        return _digests_in(room[: last - first], first, self._tiles.only(tiles), copies)
+
+    def spread(self, tile: int) -> Bytes:
+        """Of one whose memory lies between much else: only its own runs are copied."""
+        mine = self._tiles.only(np.array([tile]))
+        room = self._room(int(mine.size_bytes[0]))[: mine.size_bytes[0]]
+        try:
+            copy_runs(self._stream, _gathering(mine), room)
+        except Freed as error:
+            self.gone.append(error.at)
+            return np.zeros((1, DIGEST_BYTES), np.uint8)
+        return np.frombuffer(xxhash.xxh3_128_digest(room.data), np.uint8)[None]
+
+    def _room(self, size_bytes: int) -> Bytes:
+        if not hasattr(self._rooms, "mine") or self._rooms.mine.nbytes < size_bytes:
+            self._rooms.mine = np.empty(size_bytes, np.uint8)
+        found: Bytes = self._rooms.mine
+        return found
+
+
+def _gathering(tiles: Tiles) -> Copies:
+    """From the shard's stream, in row-major order of each tile."""
+    item = tiles.item
+    packed = row_major(tiles.size) * item[:, None]
+    target = (np.zeros_like(item), packed)
+    return copies_of(tiles.size, item, tiles.offset, tiles.strides, *target, np.arange(len(tiles)))
+
+
+def _digests_in(memory: Bytes, first: int, tiles: Tiles, copies: Copies) -> Bytes:
+    """Of tiles in memory that begins at byte `first` of their stream."""
+    library = load.library()
+    if library is None:
+        near = replace(tiles, offset=tiles.offset - first)
+        digests = digests_of(near, lambda start, stop: memory[start:stop], parts=True)
+        return np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_BYTES)
+    rows = copies.rows[:, THEIRS]
+    rows[:, 0] -= first
+    placed = Placed(
+        Rows.checked(words(rows), memory.nbytes), Addresses.of_ranges([(memory.ctypes.data, memory.nbytes)])
+    )
+    ends = words(starts_of(tiles.size_bytes))
+    out = ctypes.create_string_buffer(len(tiles) * DIGEST_BYTES)
+    is_whole = library.digest_tiles(placed.table, ends.buffer_info()[0], len(tiles), out)
+    assert is_whole, "rows that are not those of their tiles"
+    return np.frombuffer(out.raw, np.uint8).reshape(-1, DIGEST_BYTES)
+
 
 # --- What a reader fetches: which tile from which source, and as which strided copies.
 #
-# Rules:
-# 1. Each tile is fetched once, whole, from one source, and judged by its digest. Where several sources have it, they
-#    share the bytes evenly, in runs of neighbours; the first named one is preferred in a tie.
-# 2. A tile that lies whole in one box of the reader is copied straight there (`is_direct`). One that the reader keeps
-#    only a part of, or in several places, is fetched into scratch memory of its size, judged there, and kept by
-#    further copies.
+# 1. Each tile is fetched once, whole, from one source. Sources that have the same tiles share the bytes evenly.
+# 2. A tile that lies whole in one box of the reader is copied straight there (`is_direct`). Another is fetched into
+#    scratch memory, judged there, and kept by further copies.
 # 3. Fetches are in the order of the reader's chunks, so that its prefix grows while several sources deliver.
-# 4. A plan covers all boxes of the reader, or it is a `LayoutMismatch` that names tensor and part. So is memory that
-# two
-#    boxes share in part. Nothing in a plan reaches memory that is in no box.
-#
-# A plan is arrays: about 0.2 KB for each tile, whatever its size.
+# 4. A plan covers all boxes of the reader, or it is a `LayoutMismatch` that names tensor and part.
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -216,55 +678,13 @@ def _is_direct(tiles: Tiles, fetch_of: Ints, is_own: Bools, count: int) -> Bools
     return found
 
 
-# --- A plan carried out by one thread with numpy: what native code does faster, and what it is compared with.
+# --- Part of a plan as a transport takes it: what one source is asked for, in batches, and where that belongs.
 #
-# One tile at a time: gathered from its source into scratch memory, judged there, and only then written to where it
-# belongs. So a byte that is not what was published never reaches the reader's memory.
-
-
-def carry_out_plan(plan: Plan, manifest: TileManifest, sources: Sequence[Memory], target: Memory) -> None:
-    """Fetch every tile. Raises `CorruptTransfer`, naming the tile, at the first one that is not what was announced."""
-    scratch = np.zeros(int(np.max(plan.size_bytes, initial=0)), np.uint8)
-    slots = plan.tiles.slot[plan.tile].tolist()
-    for fetch, (slot, source) in enumerate(zip(slots, plan.source.tolist(), strict=True)):
-        data = scratch[: int(plan.size_bytes[fetch])]
-        copies = plan.copies.only(fetch, fetch + 1)
-        _move(copies.gathering(), SOURCE, sources[source], data)
-        if manifest.algorithm != NO_ALGORITHM:
-            found = xxhash.xxh3_128_digest(data.data)
-            if found != manifest.digest_of(slot):
-                raise CorruptTransfer(
-                    f"{plan.tiles.text(int(plan.tile[fetch]))} has digest {found.hex()},"
-                    f" announced was {manifest.digest_of(slot).hex()}"
-                )
-        keeps = copies.scattering() if plan.is_direct[fetch] else plan.keeps.only(fetch, fetch + 1)
-        _move(keeps, TARGET, target, data)
-
-
-def _move(copies: Copies, side: int, memory: Memory, data: Bytes) -> None:
-    """Between a shard's stream, on that side, and `data` on the other: row by row, for each lies in one tensor."""
-    for index in range(len(copies)):
-        row = Copies(copies.rows[index : index + 1].copy(), copies.of[index : index + 1])
-        first, last = row.extent(side)
-        row.rows[:, side] -= first
-        lent = memory(first, last)
-        if side == SOURCE:
-            carry_out(row, lent, data)
-        else:
-            carry_out(row, data, lent)
-
-
-# --- Part of a plan as a transport wants to hear it: what one source is asked for, in batches, and where that
-# belongs.
-#
-# Rules:
-# 1. A batch is some fetches that follow each other in the plan, whole tiles, as many as fit `batch_bytes`. A tile
-# that
-#    is longer is a batch of its own. Tiles that are kept in part are not put together with others.
-# 2. What a source is asked for are runs of its stream, joined where they follow each other there; where they belong is
-#    said apart from it, in runs of the reader's stream. Both go through a tile in its row-major order.
-# 3. Elements of a tensor that is stored transposed at one end come in the order of the source's memory (`turning`).
-# 4. An order has at most `MAX_ROWS` rows; what needs more is several orders.
+# 1. A batch is some fetches that follow each other in the plan, as many as fit `batch_bytes`. Tiles that are kept in
+#    part are not put together with others.
+# 2. A source is asked for runs of its stream. Where they belong is said in runs of the reader's stream. Both go through
+#    a tile in row-major order; elements of a tensor stored transposed come in the order of the source's memory.
+# 3. An order has at most `MAX_ROWS` rows. What needs more is several orders.
 
 
 BATCH_BYTES = 1 << 20  # what is read again when a source dies, of each stream; its header and seal cost 5 us
@@ -345,13 +765,6 @@ def _order(plan: Plan, fetches: Ints, source_bytes: int, stream: ByteStream, bat
         first_turn=words(np.searchsorted(of[seen], np.arange(len(fetches) + 1))),
     )
     return Order(batches, scatter, fetches)
-
-
-def words(numbers: Ints) -> "array[int]":
-    """As a transport takes them."""
-    found = array("Q")
-    found.frombytes(np.ascontiguousarray(numbers, np.int64).tobytes())
-    return found
 
 
 def _counts(copies: Copies, fetches: int) -> Ints:

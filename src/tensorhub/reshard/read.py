@@ -38,8 +38,6 @@ from ..transport import ranges as gathered
 from ..transport.base import Progress, StopFlag, Terms
 from ..transport.ranges import ROW_WORDS, Batches, RowStream, is_bare
 from .copies import COLUMNS, TARGET, Bytes, Copies, carry_out, check_coverage
-from .derive import Source, derive_manifest
-from .exported import FEW_TILES, Cut, check_cut, decode_cut, publish_cut, tile_digests
 from .grid import (
     EMPTY,
     BoxTable,
@@ -58,14 +56,12 @@ from .grid import (
     starts_of,
     tiles_of,
 )
-from .plan import BATCH_BYTES, Order, Plan, orders_of, plan_reads
-from .wire import decode_table, grid_digest, layout_digest
+from .plan import BATCH_BYTES, Order, Plan, Source, derive_manifest, orders_of, plan_reads, tile_digests
+from .wire import FEW_TILES, Cut, check_cut, decode_cut, decode_table, grid_digest, layout_digest, publish_cut
 
-# --- One read from one source of a fill across layouts (`across`): a `Sink` that wants pieces.
+# --- One read from one source of a fill across layouts: a `Sink` that wants batches of tiles.
 #
-# Where the mover is in use it judges and scatters by itself (`terms`). Elsewhere batches come to `accept` as views of
-# the tensors, or of scratch memory where only parts of their tiles are kept. It must never: count a batch of which a
-# tile is not as the reader's manifest has it.
+# Where the mover is in use it judges and scatters by itself (`terms`). Elsewhere batches come to `accept`.
 
 
 class Fill(Protocol):
@@ -260,27 +256,19 @@ class Leg:
 
 # --- Fills registered tensors with one version out of sources that are cut in other ways, tile by tile.
 #
-#     across = Across(registration, tiles, manifest)      the reader's tiles, and its manifest, derived from the
-#     sources'
+#     across = Across(registration, tiles, manifest)      the reader's tiles, and its derived manifest
 #     for leg in across.legs(sources): ...                what is missing, planned over these sources
-#         transport.read(endpoint, key, leg, on_end)      each leg is a sink, reads from one source, and fails by itself
-#     on_end: across.ended(leg)                           what it has not brought is missing again: `legs` of others
+#         transport.read(endpoint, key, leg, on_end)      each leg is a sink, and fails by itself
+#     on_end: across.ended(leg)                           what it has not brought is missing again
 #
-# Rules:
-# 1. The reader's manifest is known before the first byte, and its root is what the server named: the caller has
-# compared
-#    it. A tile counts only with the digest that this manifest has for it, whoever sends it.
-# 2. A source that offers another manifest than the plan was made from is refused (`CorruptTransfer`) before a byte
-# comes.
-# 3. `progress` is by the reader's own chunks: others may read behind it. A chunk counts once all its tiles
-#    do. What a leg has brought is noted when it is told, at most every 50 ms, and when it ends.
-# 4. After `revoke` has returned, nothing more counts.
-# 5. What is in no box is never written.
-# 6. The next version comes in the same way, if no layout has changed. So a registration's last plan for all its tiles
-# is
-#    kept as long as it lives: about 0.5 KB for each tile.
+# 1. The caller has compared the manifest's root with the one that the server named. A tile counts only with the digest
+#    that this manifest has for it.
+# 2. A source that shows another manifest than the plan was made from is refused before a byte comes.
+# 3. `progress` is by the reader's own chunks. A chunk counts once all its tiles do.
+# 4. After `revoke` has returned, nothing more counts. What is in no box is never written.
+# 5. The last plan for all tiles of a registration is kept, about 0.5 KB for each tile: the next version often needs it.
 #
-# Called from several transport threads at once. Never: choose sources, wait for a transport.
+# Called from several transport threads at once.
 
 
 _Planned = tuple[Plan, list[tuple[int, Order]]]  # and each order with the number of its source
@@ -462,16 +450,12 @@ def _by_stream(tiles: Tiles, chunk_bytes: int) -> _Spread:
     return _Spread(count, starts_of(lengths), np.repeat(low, lengths) + ranks_of(lengths))
 
 
-# --- A version of one shard, cut into tiles, as whoever holds it, serves it, copies it or fills it needs to have it.
+# --- A version of one shard, cut into tiles, as a worker holds, serves, copies or fills it.
 #
 #     publish     boxes of all layouts ──▶ grid_for ──▶ tiled_version: digests of what is registered now
 #     read        manifests of sources ──▶ version_from: the reader's own manifest, before a byte moves
 #
-# It has the same questions as a plain `Manifest`, so that exports, host copies and the machine need not know which it
-# is. Readers of it get tiles (`batches`), readers of the same layout too; what is served is counted by chunks of
-# equal length of the stream, as of every export.
-#
-# Never: take digests from a source whose root is not the one that the server named.
+# It answers the same questions as a plain `Manifest`. What is served is counted by chunks of equal length.
 
 
 _log = logging.getLogger(__name__)
@@ -568,7 +552,7 @@ class TiledVersion:
             raise CorruptTransfer(f"{what} is not what was published: {self.tiles.text(wrong[0])}{more}")
 
 
-# --- publishing -------------------------------------------------------------------------------------------------------
+# --- Publishing.
 
 
 def grid_for(publisher: Sequence[bytes], others: Sequence[bytes], names: Mapping[bytes, str] = NOBODY) -> Grid:
@@ -620,7 +604,7 @@ def _table(registration: Registration) -> BoxTable:
     return registration.table
 
 
-# --- reading ----------------------------------------------------------------------------------------------------------
+# --- Reading.
 
 
 class Offer:

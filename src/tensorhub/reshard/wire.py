@@ -1,11 +1,12 @@
-"""How box tables and grids travel and are stored: columns of integers, compressed; and the digests that name them.
+"""How boxes, grids and published shards travel: columns of integers, compressed, and the digests that name them.
 
-A layout is known by the digest of its shard's table. It is sent once for each layout, not for each version. What comes
-from a peer is checked until no number in it can lead out of the shard's stream or of a tensor. It is then as good as
-one that was made here, whatever it says.
+A layout is sent once, not with each version. What comes from a peer is checked until no number in it can lead out of
+the shard's stream or of a tensor. A reader is told the boxes, the grid and the digests of tiles ahead of the bytes. The
+server names the root of their manifest.
 """
 
 import zlib
+from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import pairwise
@@ -13,11 +14,33 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 
-from ..protocol.errors import UsageError
+from ..memory.digests import ALGORITHM, NO_ALGORITHM
+from ..memory.registration import Registration
+from ..protocol.errors import CorruptTransfer, LayoutMismatch, UsageError
 from ..protocol.layout import MAX_EXTENT, GlobalTensor
-from ..protocol.manifest import DIGEST_BYTES, MAX_DIMENSIONS, MAX_ELEMENTS, item_bytes
-from ..protocol.names import MAX_TEXT, Digest
-from .grid import MAX_SEGMENTS, BoxTable, Grid, Ints, filled_shapes, items_of, starts_of, table_of_columns
+from ..protocol.manifest import (
+    DIGEST_BYTES,
+    MAX_DIMENSIONS,
+    MAX_ELEMENTS,
+    TileManifest,
+    decode_tile_manifest,
+    item_bytes,
+)
+from ..protocol.names import MAX_TEXT, Digest, Undecodable, decoded
+from ..transport.base import Export, Progress
+from .grid import (
+    MAX_SEGMENTS,
+    BoxTable,
+    Grid,
+    Ints,
+    Tiles,
+    filled_shapes,
+    items_of,
+    spans_of,
+    starts_of,
+    table_of_columns,
+)
+from .plan import tile_digests
 
 LEVEL = 1  # columns repeat so much that higher levels gain little
 MAX_PLAIN_BYTES = 128 << 20  # uncompressed: 16 times the largest that is known, 8.1 MB: a shard of 1T parameters as
@@ -256,3 +279,82 @@ def _numbers_in(column: memoryview) -> Ints:
 
 def _digest(plain: bytes) -> Digest:
     return Digest(blake2b(plain, digest_size=DIGEST_BYTES).hexdigest())
+
+
+FEW_TILES = 1 << 18  # what takes at most 64 MiB: more of them only with as many digests
+
+
+class _Wire(msgspec.Struct, frozen=True, array_like=True):
+    layout: bytes
+    grid: bytes
+    manifest: bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """A shard as it was cut and published."""
+
+    table: BoxTable
+    grid: Grid
+    manifest: TileManifest
+
+    def encode(self) -> bytes:
+        """As it travels ahead of the bytes."""
+        return msgspec.msgpack.encode(_Wire(encode_table(self.table), encode_grid(self.grid), self.manifest.encode()))
+
+
+_decoder = msgspec.msgpack.Decoder(_Wire)
+
+
+def decode_cut(data: bytes, expected: Digest) -> Cut:
+    """A source's shard. Raises `CorruptTransfer` unless it is what the server named by that root."""
+    found, manifest = _checked(data, expected)
+    try:
+        table = decode_table(found.layout, manifest.layout)
+        grid = decode_grid(found.grid, manifest.grid)
+        tile_count = spans_of(table, grid, here="in its boxes", there="in its grid").tile_count
+    except (UsageError, LayoutMismatch) as error:
+        raise CorruptTransfer(f"the source sent a malformed shard: {error}") from error
+    if layout_digest(table) != manifest.layout or grid_digest(grid) != manifest.grid:
+        raise CorruptTransfer("the source's boxes or grid are not written as workers write them")
+    if tile_count != manifest.tile_count or tile_count > max(FEW_TILES, len(manifest.digests) // DIGEST_BYTES):
+        text = f"of which its manifest names {manifest.tile_count}, with {len(manifest.digests)} B of digests"
+        raise CorruptTransfer(f"the source's boxes have {tile_count} tiles, {text}")
+    return Cut(table, grid, manifest)
+
+
+def check_cut(data: bytes, expected: Digest) -> None:
+    """Nothing but whether it is what the server named by that root. Raises `CorruptTransfer`."""
+    _checked(data, expected)
+
+
+def _checked(data: bytes, expected: Digest) -> tuple[_Wire, TileManifest]:
+    try:
+        found = decoded(_decoder, data)
+        manifest = decode_tile_manifest(found.manifest)
+    except (Undecodable, UsageError) as error:
+        raise CorruptTransfer(f"the source sent a malformed shard: {error}") from error
+    if manifest.root() != expected:
+        raise CorruptTransfer(f"the source's content has root digest {manifest.root()}, the server named {expected}")
+    return found, manifest
+
+
+def publish_cut(
+    registration: Registration, tiles: Tiles, *, salt: str = "", metadata: bytes = b"", threads: int | None = None
+) -> Cut:
+    """What is registered now, tile by tile. Blocks; nobody may write to the tensors meanwhile.
+
+    With a `salt` nothing is read and no digest made. Raises `UsageError` naming tensors whose memory was freed.
+    """
+    if not tiles.is_whole.all():
+        raise UsageError("a layout whose boundaries are no cuts of the grid has tiles that it holds only in part")
+    algorithm = NO_ALGORITHM if salt else ALGORITHM
+    digests = b"" if salt else tile_digests(registration, tiles, threads=threads)
+    layout, grid = layout_digest(tiles.table), grid_digest(tiles.grid)
+    manifest = TileManifest(layout, grid, algorithm, len(tiles), digests, salt, metadata)
+    return Cut(tiles.table, tiles.grid, manifest)
+
+
+def export_of(key: str, cut: Cut, registration: Registration, chunk_bytes: int, progress: Progress) -> Export:
+    """For any transport. `progress` is by chunks of the stream, as that of every export."""
+    return Export(key, cut.encode(), chunk_bytes, registration.stream, progress)

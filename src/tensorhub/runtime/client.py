@@ -12,8 +12,8 @@ from weakref import WeakSet
 
 from msgspec.structs import replace
 
+from ..memory.host_memory import HINT
 from ..memory.registration import Registration
-from ..memory.room import HINT
 from ..protocol.errors import (
     Closed,
     DeadlineExceeded,

@@ -13,8 +13,8 @@ from typing import Protocol
 
 from ..memory.digests import changed_chunks, changed_of
 from ..memory.fill import FillSink
+from ..memory.host_memory import size_text
 from ..memory.registration import Registration
-from ..memory.room import size_text
 from ..protocol.errors import SourceLost, TensorHubError, TransportMissing, Unavailable, error_from_code
 from ..protocol.manifest import Manifest
 from ..protocol.messages import MAX_CROSS_SITE_VERSIONS, MAX_SOURCES, MAX_TEXT, Grant, add_up

@@ -23,10 +23,9 @@ from ..memory.host_copies import (
     offload,
     over_shared,
 )
-from ..memory.parallel import in_parallel
+from ..memory.host_memory import MAX_COPIES, size_text
 from ..memory.registration import Registration
-from ..memory.room import MAX_COPIES, size_text
-from ..memory.streams import Freed
+from ..memory.streams import Freed, in_parallel
 from ..protocol.errors import (
     Closed,
     CorruptTransfer,
@@ -39,7 +38,7 @@ from ..protocol.errors import (
 from ..protocol.manifest import Manifest
 from ..protocol.messages import Failure
 from ..protocol.names import Digest, Version, WorkerId
-from ..reshard.derive import copy_boxes, inside
+from ..reshard.plan import copy_boxes, inside
 from ..reshard.read import TiledVersion
 from ..transport import sealed
 from ..transport.base import ByteStream, Progress, Transport

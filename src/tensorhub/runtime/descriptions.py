@@ -189,7 +189,7 @@ class _TilesSink(_ManifestSink):
         self.batches = Batches.of(array("q"), [], 0)
 
     def begin(self, manifest: bytes) -> Sequence[int]:
-        from ..reshard.exported import decode_cut  # with numpy, which nothing else here needs
+        from ..reshard.wire import decode_cut  # with numpy, which nothing else here needs
 
         found = decode_cut(manifest, Digest(self._root))
         self.metadata = found.manifest.metadata

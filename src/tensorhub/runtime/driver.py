@@ -11,7 +11,7 @@ from typing import Any, assert_never
 from msgspec.structs import replace
 
 from ..memory.host_copies import pinned_bytes
-from ..memory.room import MAX_COPIES
+from ..memory.host_memory import MAX_COPIES
 from ..protocol.errors import (
     Closed,
     DeadlineExceeded,

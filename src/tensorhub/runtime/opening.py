@@ -17,7 +17,7 @@ from uuid import uuid4
 
 from msgspec.structs import replace
 
-from ..memory.empty import allocate
+from ..memory.host_memory import allocate
 from ..memory.registration import Registration, register
 from ..protocol.errors import (
     ServerUnreachable,

@@ -10,8 +10,8 @@ from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from ..memory.host_memory import size_text
 from ..memory.registration import Registration
-from ..memory.room import size_text
 from ..protocol.errors import (
     HostMemoryFull,
     LayoutMismatch,

@@ -14,17 +14,20 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tensorhub.memory import cast, room
+from tensorhub.memory import cast, host_memory
 from tensorhub.memory.cast import FORMS, PART_ELEMENTS, Casts, keeps_all
 from tensorhub.memory.digests import build_manifest
 from tensorhub.memory.registration import Registration, register
 from tensorhub.protocol.errors import Closed, HostMemoryFull, UsageError
 from tensorhub.protocol.layout import Box
 
+# --- Masters in one dtype, published in another: what torch would give, in the layout that such tensors would have.
+
+
 Image = Callable[[Registration], bytes]
 
 DTYPES = list(FORMS)
-fast = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+fast = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def casts_of(registration: Registration) -> Casts:
@@ -96,13 +99,6 @@ def test_numpy_rounds_as_torch_does_where_it_is_taken(source: str, target: str) 
     ours = torch.empty(len(given_), dtype=torch_dtype(target))
     cast._by_numpy(source, target)(memoryview(given_.numpy()).cast("B"), memoryview(ours.numpy()).cast("B"))
     assert same_numbers(ours, given_.to(torch_dtype(target)))
-
-
-def test_numpy_does_not_round_float64_to_float16_as_torch_does() -> None:
-    """Or it would be taken for that."""
-    given_ = noise(1 << 20, "float64")
-    with np.errstate(all="ignore"):
-        assert not same_numbers(torch.from_numpy(given_.numpy().astype("float16")), given_.half())
 
 
 Views = list[tuple[int, int, int, bool]]  # storage, start, stop in elements, transposed
@@ -221,29 +217,14 @@ def test_a_master_that_is_freed_is_an_error_that_names_it(tmp_path: Path) -> Non
 
 
 def test_no_room_for_the_buffer_is_an_error_before_it_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room.Footing.__init__, "__defaults__", (lambda: room.Room(200 << 20, "a limit"), 96 << 20))
+    monkeypatch.setattr(
+        host_memory.Footing.__init__, "__defaults__", (lambda: host_memory.Room(200 << 20, "a limit"), 96 << 20)
+    )
     master = torch.empty(64 << 20)  # never touched
     with pytest.raises(HostMemoryFull, match=r"the buffer in which tensors are published.*needs 128 MiB more") as found:
         register({"w": master}, dtype="bfloat16")
     assert "name only some tensors in dtype=" in str(found.value.hint)
     register({"w": master[: 16 << 20]}, dtype="bfloat16")
-
-
-def test_the_room_for_host_copies_is_what_the_buffer_leaves() -> None:
-    """All of the buffer is taken at once, so whoever looks later sees what it leaves."""
-    registration = register({"w": torch.zeros(1 << 20)}, dtype="bfloat16")
-    (piece,) = registration.pieces
-    resident = 0
-    with open("/proc/self/smaps") as lines:
-        is_here = False
-        for line in lines:
-            words = line.split()
-            if "-" in words[0] and not words[0].endswith(":"):
-                start, stop = (int(word, 16) for word in words[0].split("-"))
-                is_here = start <= piece.address < stop
-            elif is_here and words[0] == "Rss:":
-                resident = int(words[1]) << 10
-    assert resident >= registration.size_bytes == 2 << 20
 
 
 def test_a_cast_that_is_given_up_ends_at_its_next_piece_and_closing_waits_for_it(

@@ -1,23 +1,169 @@
-"""Tensors in memory that readers of this host can map, and tensors for a layout that another process registered."""
+"""Host memory: how much of it may be taken, tensors that readers can map, and tensors for a known layout."""
 
 import contextlib
+import logging
 import math
 import mmap
 import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..protocol.errors import HostMemoryFull, Unavailable, UsageError
 from ..protocol.manifest import Layout, TensorSpec, item_bytes
 from ..transport.sealed import HUGE_BYTES, Sealed, Unmappable
-from .describe import NUMPY_KINDS
-from .room import SPARE_BYTES, STEP_BYTES, room
+from .describe import NUMPY_KINDS, loaded_torch, outside_modes, seen_torch, what_helps
 from .streams import host_view
-from .torch_here import loaded_torch, outside_modes, seen_torch, what_helps
+
+_log = logging.getLogger(__name__)
+
+MIB = 1 << 20
+STEP_BYTES = (
+    64 * MIB
+)  # to ask takes 1 ms, to touch so much 20: and by so much each of several that ask at once may be wrong
+MAX_COPIES = 2  # the newest version, and the newest that is known to be safe outside its publisher
+SPARE_BYTES = 96 * MIB  # for all else that this process and its neighbours do meanwhile
+HINT = (
+    "give it more memory, let another reliable replica hold the version too, or let versions go: serve with "
+    "TENSORHUB_DEFAULT_RETAIN=0 and TENSORHUB_KEEP_ESTABLISHED=no"
+)
+
+
+class Room(NamedTuple):
+    """What may still be taken, and what says so."""
+
+    left_bytes: int
+    limit: str
+
+
+def room(proc: Path = Path("/proc")) -> Room | None:
+    """The tightest limit of this process; None where nothing can be learnt."""
+    found = [*_host(proc), *_cgroups(proc)]
+    return min(found) if found else None
+
+
+def size_text(size_bytes: int) -> str:
+    """As people read it."""
+    if size_bytes < 10 * MIB:
+        return f"{size_bytes / MIB:.1f} MiB" if size_bytes >= MIB else f"{size_bytes} B"
+    return f"{size_bytes / (1 << 30):.1f} GiB" if size_bytes >= 1 << 30 else f"{size_bytes / MIB:.0f} MiB"
+
+
+def copies_that_fit(size_bytes: int, found: Room | None, most: int = MAX_COPIES) -> int:
+    """How many host copies of that size there is room for, where nobody has set a limit."""
+    if found is None or not size_bytes:
+        return most
+    return max(0, min(most, (found.left_bytes - SPARE_BYTES) // size_bytes))
+
+
+class Footing:
+    """Memory that was allocated and is touched part by part: each part only while there is room for it."""
+
+    def __init__(
+        self,
+        size_bytes: int,
+        look: Callable[[], Room | None] = room,
+        spare_bytes: int = SPARE_BYTES,
+        *,
+        what: str = "a host copy",
+        hint: str = HINT,
+    ) -> None:
+        """Raises `HostMemoryFull` if all of it does not fit now, or if less than `spare_bytes` would be left.
+
+        `what` and `hint` are for that error.
+        """
+        self.is_short = False  # once there was no room, there is none for this
+        self._left_bytes = size_bytes  # not touched yet
+        self._granted_bytes = 0
+        self._look = look
+        self._spare_bytes = spare_bytes
+        self._what, self._hint = what, hint
+        self._lock = Lock()
+        self._check(size_bytes)
+
+    def step(self, size_bytes: int) -> None:
+        """So many bytes are about to be touched. Raises `HostMemoryFull` before they are, if others have taken it."""
+        if not self._left_bytes and not self.is_short:
+            return
+        with self._lock:
+            if self.is_short:
+                raise HostMemoryFull(f"there was no room for all of {self._what}", hint=self._hint)
+            if self._granted_bytes < size_bytes and self._left_bytes:
+                wanted = min(self._left_bytes, max(STEP_BYTES, size_bytes))
+                self._check(wanted)
+                self._granted_bytes += wanted
+                self._left_bytes -= wanted
+            self._granted_bytes -= min(size_bytes, self._granted_bytes)
+
+    def _check(self, size_bytes: int) -> None:
+        found = self._look()
+        if found is not None and found.left_bytes < size_bytes + self._spare_bytes:
+            self.is_short = True
+            needs, leaves = size_text(size_bytes), size_text(found.left_bytes)
+            text = f"{self._what} needs {needs} more, and {found.limit} leaves {leaves}"
+            raise HostMemoryFull(f"{text} ({size_text(self._spare_bytes)} of that for all else)", hint=self._hint)
+
+
+def _host(proc: Path) -> Iterator[Room]:
+    with suppress(OSError, ValueError, IndexError):
+        for line in (proc / "meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                yield Room(int(line.split()[1]) << 10, "this host's memory")
+
+
+def _cgroups(proc: Path) -> Iterator[Room]:
+    """Of every cgroup that limits our memory, of whichever version."""
+    with suppress(OSError, ValueError, IndexError):
+        ours = [line.split(":", 2) for line in (proc / "self/cgroup").read_text().splitlines()]
+        for line in (proc / "self/mountinfo").read_text().splitlines():
+            before, _, after = line.partition(" - ")
+            kind, _, options = after.split(" ", 2)
+            root, mount = before.split()[3:5]
+            for _, controllers, path in ours:
+                if kind == "cgroup2" and not controllers:
+                    yield from _each(Path(mount), root, path, _version_2)
+                elif kind == "cgroup" and "memory" in controllers.split(",") and "memory" in options.split(","):
+                    yield from _each(Path(mount), root, path, _version_1)
+
+
+def _each(mount: Path, root: str, path: str, limits: Callable[[Path], Iterator[Room]]) -> Iterator[Room]:
+    """From our cgroup up to the highest that is seen from here. In a container the mount may be our own cgroup."""
+    inside = Path(path).relative_to(root) if Path(path).is_relative_to(root) else Path()
+    folder = mount / str(inside).lstrip("/")
+    if ".." in folder.parts or not folder.is_dir():
+        folder = mount
+    yield from limits(folder)
+    while folder != mount:
+        folder = folder.parent
+        yield from limits(folder)
+
+
+def _version_2(folder: Path) -> Iterator[Room]:
+    for name in ("memory.max", "memory.high"):
+        with suppress(OSError, ValueError):
+            limit = int((folder / name).read_text())  # "max" is no number, and no limit
+            used = int((folder / "memory.current").read_text()) - _given_back(folder, "")
+            yield Room(max(0, limit - used), f"{name} = {size_text(limit)} of cgroup {folder}")
+
+
+def _version_1(folder: Path) -> Iterator[Room]:
+    with suppress(OSError, ValueError):
+        limit = int((folder / "memory.limit_in_bytes").read_text())
+        used = int((folder / "memory.usage_in_bytes").read_text()) - _given_back(folder, "total_")
+        yield Room(max(0, limit - used), f"memory.limit_in_bytes = {size_text(limit)} of cgroup {folder}")
+
+
+def _given_back(folder: Path, prefix: str) -> int:
+    """What the kernel drops before it kills anybody."""
+    found = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    return int(found.get(f"{prefix}inactive_file", 0)) + int(found.get(f"{prefix}active_file", 0)) // 2
+
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,18 +176,11 @@ if TYPE_CHECKING:
     from .registration import type_of_tensor
 
 
-# --- Tensors in memory that readers on the same host can map, so that what is published from them is copied from
-# there.
+# --- Tensors in memory that readers on the same host can map.
 #
-# They are ordinary writable tensors, whose memory lies in sealed memfds (`transport.sealed`), each from the beginning
-# of a page on. Many tensors lie in few such *arenas*, because a reader maps a few regions only. An arena is twice as
-# large as the one before it; what was not given out yet takes no memory. A tensor has its large pages at once, where
-# the kernel has such and there is room; the rest of its pages are there when they are written.
-#
-# The promise of a publisher is as ever: it writes to them only after `unpublish()`. Whatever it does, a reader takes no
-# byte that has not the digest which was announced.
-#
-# Never: hand out the same bytes twice, or memory that may be frozen.
+# They lie in sealed memfds (`transport.sealed`), each from a page on. Many tensors lie in few *arenas*,
+# because a reader maps a few regions only. An arena is twice as large as the one before. What was not given out takes
+# no memory.
 
 
 ARENA_BYTES = 1 << 30  # the first one: eight of them, as many as a reader maps, have 255 GiB
@@ -229,10 +368,7 @@ def _have_large_pages(memory: Sealed, start: int, stop: int) -> None:
         start = end
 
 
-# --- Memory for a layout that somebody else has registered: tensors that may be registered, and filled, as they are.
-#
-# Each block of the layout gets memory of its own; tensors that share memory there share it here, so the layout's digest
-# is the same. Torch tensors on the host where torch is installed, numpy arrays elsewhere.
+# --- Tensors for a layout that another process has registered: what shares memory there shares it here.
 
 
 MAX_ALIGNED = 16  # B: no element is wider

@@ -1,0 +1,49 @@
+"""A stand-in for device memory."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tensorhub.memory.streams import Copy, Piece
+
+
+class FakeDevice:
+    """Pieces of "device" memory that only `to_host` and `to_device` touch."""
+
+    def __init__(self, sizes: Sequence[tuple[str, int]]) -> None:
+        rng = np.random.default_rng(3)
+        self.memory = [rng.integers(0, 256, size, np.uint8) for _, size in sizes]
+        self.pieces: list[Piece] = []
+        at = 0
+        for (device, size), memory in zip(sizes, self.memory, strict=True):
+            self.pieces.append(Piece(at, at + size, memory.ctypes.data, device, id(memory), (memory,)))
+            at += size
+        self.staged: np.ndarray | None = None
+        self.copied_bytes = {"to_host": 0, "to_device": 0}
+
+    @property
+    def image(self) -> bytes:
+        return b"".join(memory.tobytes() for memory in self.memory)
+
+    def staging(self, size_bytes: int) -> memoryview:
+        assert self.staged is None, "staging memory is asked for once"
+        self.staged = np.zeros(size_bytes, np.uint8)
+        return memoryview(self.staged)
+
+    def to_host(self, copies: Sequence[Copy]) -> None:
+        for one in copies:
+            self.copied_bytes["to_host"] += one.size_bytes
+            self.host(one)[:] = self.device(one)
+
+    def to_device(self, copies: Sequence[Copy]) -> None:
+        for one in copies:
+            self.copied_bytes["to_device"] += one.size_bytes
+            self.device(one)[:] = self.host(one)
+
+    def host(self, one: Copy) -> np.ndarray:
+        assert self.staged is not None
+        return self.staged[one.at : one.at + one.size_bytes]
+
+    def device(self, one: Copy) -> np.ndarray:
+        assert self.pieces[one.piece].device != "cpu", "a host piece is handed out, never copied"
+        return self.memory[one.piece][one.inside : one.inside + one.size_bytes]
