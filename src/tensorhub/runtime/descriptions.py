@@ -27,7 +27,7 @@ from ..protocol.status import DescribedView, LayoutView, TensorView
 from ..reshard.read import tied, whole_layout
 from ..transport.base import ByteStream, Sink
 from ..transport.ranges import Batches
-from ..transport.tcp.reader import TcpRead
+from ..transport.tcp.reader import Job, TcpRead
 from ..transport.tcp.settings import TcpSettings
 from .config import Options
 from .content import key_of
@@ -143,8 +143,8 @@ async def _read_metadata(options: Options, endpoint: str, key: str, root: str, d
         else:
             ended.set_result(None)
 
-    settings = TcpSettings(token=options.token)
-    read = TcpRead(settings, endpoint, key, cast(Sink, sink), lambda _: lambda error: hand_over(loop, end, error))
+    job = Job(TcpSettings(token=options.token), endpoint, key, cast(Sink, sink))
+    read = TcpRead(job, lambda _: lambda error: hand_over(loop, end, error))
     read.start()
     try:
         async with asyncio.timeout_at(min(deadline, time.monotonic() + SOURCE_S)):

@@ -106,7 +106,7 @@ class CudaSettings:
 
 
 class Ends:
-    """Ends of pipes that are closed together. No forked child keeps them."""
+    """Descriptors that are closed together. No forked child keeps them."""
 
     def __init__(self, make: Callable[[], tuple[int, ...]]) -> None:
         with opening():
@@ -117,14 +117,6 @@ class Ends:
 
     def descriptors(self) -> tuple[int, ...]:
         return self._numbers if self.close.alive else ()
-
-
-class Lifeline(Ends):
-    """The id of a registration, and a pipe that is open as long as it lasts."""
-
-    def __init__(self) -> None:
-        self.id = secrets.token_bytes(ID_BYTES)
-        super().__init__(os.pipe)
 
 
 def _close(*descriptors: int) -> None:
@@ -200,26 +192,14 @@ class Pages:
 
     def __init__(self, size_bytes: int) -> None:
         """Raises `Unmappable`."""
-        with opening():
-            self.descriptor = scratch(size_bytes)
-            track(self)
-        try:
-            self._mapping = Foreign(self.descriptor, size_bytes, is_writable=True)
-        except Unmappable:
-            os.close(self.descriptor)
-            self.descriptor = -1
-            raise
+        self._file = Ends(lambda: (scratch(size_bytes),))
+        (self.descriptor,) = self._file.descriptors()
+        self._mapping = Foreign(self.descriptor, size_bytes, is_writable=True)
         self.address = self._mapping.address
-
-    def descriptors(self) -> tuple[int, ...]:
-        """What no forked child keeps."""
-        return (self.descriptor,)
 
     def close(self) -> None:
         self._mapping.close()
-        descriptor, self.descriptor = self.descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+        self._file.close()
 
 
 class Ring:
@@ -331,7 +311,7 @@ class CudaServer(LocalServer):
     kind = SCHEME
 
     def __init__(self, settings: TcpSettings, place: Place, ring_bytes: int) -> None:
-        self._lifelines: weakref.WeakKeyDictionary[ByteStream, Lifeline] = weakref.WeakKeyDictionary()
+        self._lifelines: weakref.WeakKeyDictionary[ByteStream, tuple[bytes, Ends]] = weakref.WeakKeyDictionary()
         self._watch = Watch()
         self._ring_bytes = ring_bytes
         self._rings: list[Ring] = []
@@ -365,14 +345,14 @@ class CudaServer(LocalServer):
             reader.close()
 
     def _lifeline_of(self, stream: ByteStream) -> tuple[bytes, Ends]:
-        """Its registration's id, and a pipe that closes with that. Raises `Vanished` once this is closed."""
+        """The id of its registration, and a pipe that closes with that. Raises `Vanished` once this is closed."""
         with self._changed:
             if self._is_closed:
                 raise Vanished("this transport was closed")
             if stream not in self._lifelines:
-                self._lifelines[stream] = Lifeline()
-            lifeline = self._lifelines[stream]
-            return lifeline.id, _copy_of(lifeline.descriptors()[0])
+                self._lifelines[stream] = secrets.token_bytes(ID_BYTES), Ends(os.pipe)
+            registration, lifeline = self._lifelines[stream]
+            return registration, _copy_of(lifeline.descriptors()[0])
 
     def _agree(self, wire: Wire, served: Served, pipe: int, *, may_feed: bool) -> None:
         """Offer ways until the reader takes one. It closes the other end of `pipe` once it has nothing open any more.
@@ -511,7 +491,7 @@ class CudaServer(LocalServer):
     def close(self) -> None:
         super().close()  # `_watch` goes on until the last reader has let go, or is dead
         with self._changed:
-            for lifeline in list(self._lifelines.values()):
+            for _, lifeline in list(self._lifelines.values()):
                 lifeline.close()
 
 
@@ -576,7 +556,8 @@ class CudaTransport(LocalTransport):
             raise TransportMissing(f"no unix socket can be had here: {error}", hint="use tcp") from error
 
     def make_read(self, endpoint: str, key: str, sink: Sink, ending: Callable[[TcpRead], OnEnd]) -> TcpRead:
-        return CudaRead(self.settings, endpoint, key, sink, ending, self._place, self._peers)
+        job = CudaJob(self.settings, endpoint, key, sink, self._peers)
+        return CudaRead(job, ending, self._place, CudaStream)
 
     def close(self) -> None:
         super().close()
@@ -601,22 +582,6 @@ class CudaRead(LocalRead):
     """One read from one source on this host."""
 
     kind = SCHEME
-
-    def __init__(
-        self,
-        settings: TcpSettings,
-        endpoint: str,
-        key: str,
-        sink: Sink,
-        ending: Callable[[TcpRead], OnEnd],
-        place: Place,
-        peers: Peers,
-    ) -> None:
-        self._peers = peers
-        super().__init__(settings, endpoint, key, sink, ending, place, maps=False, streams=CudaStream)
-
-    def make_job(self, settings: TcpSettings, endpoint: str, key: str, sink: Sink) -> Job:
-        return CudaJob(settings, endpoint, key, sink, self._peers)
 
     @scope
     def opened(self, index: int) -> Iterator[Stream]:

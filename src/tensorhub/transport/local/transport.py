@@ -263,25 +263,9 @@ class LocalRead(TcpRead):
     kind = "local"
     has_links = False  # its streams are threads that copy: as many as are asked for, at once
 
-    def __init__(
-        self,
-        settings: TcpSettings,
-        endpoint: str,
-        key: str,
-        sink: Sink,
-        ending: Callable[[TcpRead], OnEnd],
-        place: Place,
-        *,
-        maps: bool,
-        streams: type[Stream],
-    ) -> None:
-        self._place = place
-        self._maps = maps
-        self._kind = streams
-        super().__init__(settings, endpoint, key, sink, ending)
-
-    def make_job(self, settings: TcpSettings, endpoint: str, key: str, sink: Sink) -> Job:
-        return LocalJob(settings, endpoint, key, sink, maps=self._maps)
+    def __init__(self, job: LocalJob, ending: Callable[[TcpRead], OnEnd], place: Place, streams: type[Stream]) -> None:
+        self._place, self._kind = place, streams
+        super().__init__(job, ending)
 
     def opened(self, index: int) -> AbstractContextManager[Stream]:
         return opened(self.job, index, self._dial, self._kind)
@@ -586,7 +570,8 @@ class LocalTransport(TcpTransport):
 
     def make_read(self, endpoint: str, key: str, sink: Sink, ending: Callable[[TcpRead], OnEnd]) -> TcpRead:
         streams = LocalPieces if isinstance(sink, Piecewise) else LocalStream
-        return LocalRead(self.settings, endpoint, key, sink, ending, self._place, maps=self._maps, streams=streams)
+        job = LocalJob(self.settings, endpoint, key, sink, maps=self._maps)
+        return LocalRead(job, ending, self._place, streams)
 
     def why_not(self, endpoint: str) -> str | None:
         try:

@@ -335,21 +335,9 @@ class NixlRead(TcpRead):
     kind = "nixl"
     has_links = False  # its streams are threads that copy
 
-    def __init__(
-        self,
-        settings: TcpSettings,
-        endpoint: str,
-        key: str,
-        sink: Sink,
-        ending: Callable[[TcpRead], OnEnd],
-        make_job: Callable[[str, str, Sink], NixlJob],
-        streams: "type[NixlStream]",
-    ) -> None:
-        self._make_job, self._streams = make_job, streams
-        super().__init__(settings, endpoint, key, sink, ending)
-
-    def make_job(self, settings: TcpSettings, endpoint: str, key: str, sink: Sink) -> Job:
-        return self._make_job(endpoint, key, sink)
+    def __init__(self, job: NixlJob, ending: Callable[[TcpRead], OnEnd], streams: "type[NixlStream]") -> None:
+        self._streams = streams
+        super().__init__(job, ending)
 
     def opened(self, index: int) -> AbstractContextManager[Stream]:
         assert isinstance(self.job, NixlJob)
@@ -738,10 +726,8 @@ class NixlTransport(TcpTransport):
 
     def make_read(self, endpoint: str, key: str, sink: Sink, ending: Callable[[TcpRead], OnEnd]) -> TcpRead:
         streams = NixlPieces if isinstance(sink, Piecewise) else NixlStream
-        return NixlRead(self.settings, endpoint, key, sink, ending, self._make_job, streams)
-
-    def _make_job(self, endpoint: str, key: str, sink: Sink) -> NixlJob:
-        return NixlJob(self.settings, endpoint, key, sink, self._agents, self._facts, self._mine.allow_tcp)
+        job = NixlJob(self.settings, endpoint, key, sink, self._agents, self._facts, self._mine.allow_tcp)
+        return NixlRead(job, ending, streams)
 
     def statistics(self) -> dict[str, int]:
         return {**super().statistics(), "nixl_agents_replaced": self._agents.replaced}

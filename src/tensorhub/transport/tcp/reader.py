@@ -590,10 +590,8 @@ LEAST_CHUNKS = 8  # for each stream that is there, left to ask for: else another
 class TcpRead(Read):
     """One read from one source."""
 
-    def __init__(
-        self, settings: TcpSettings, endpoint: str, key: str, sink: Sink, ending: Callable[["TcpRead"], OnEnd]
-    ) -> None:
-        self.job = self.make_job(settings, endpoint, key, sink)
+    def __init__(self, job: Job, ending: Callable[["TcpRead"], OnEnd]) -> None:
+        self.job = job
         self.error: TensorHubError | None = None
         self._threads: list[Thread] = []
         self._on_end: OnEnd | None = ending(self)
@@ -608,9 +606,6 @@ class TcpRead(Read):
 
     kind = "tcp"
     has_links = True  # what its streams get depends on a network: their number is tried out
-
-    def make_job(self, settings: TcpSettings, endpoint: str, key: str, sink: Sink) -> Job:
-        return Job(settings, endpoint, key, sink)
 
     def opened(self, index: int) -> AbstractContextManager[Stream]:
         """One more connection to the source."""

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from ...protocol.errors import Closed, TensorHubError, Unavailable
 from ..base import Export, OnEnd, Read, Sink, Transport
-from .reader import TcpRead
+from .reader import Job, TcpRead
 from .server import TcpServer
 from .settings import TcpSettings
 
@@ -43,7 +43,7 @@ class TcpTransport(Transport):
 
     def make_read(self, endpoint: str, key: str, sink: Sink, ending: Callable[[TcpRead], OnEnd]) -> TcpRead:
         settings = self.settings.across_sites() if sink.is_cross_site else self.settings
-        return TcpRead(settings, endpoint, key, sink, ending)
+        return TcpRead(Job(settings, endpoint, key, sink), ending)
 
     def why_not(self, endpoint: str) -> str | None:
         return None
