@@ -4,19 +4,19 @@ What runs here is ours, from the registered pieces to the last chunk; what is co
 only between memory that was registered as what it is. Nothing here tells that a real device would agree.
 """
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
 from tensorhub.memory.digests import digest
 from tensorhub.memory.streams import StagedStream, StagingRing
-from tensorhub.protocol.errors import CorruptTransfer, SourceLost, TensorHubError
+from tensorhub.protocol.errors import CorruptTransfer, SourceLost
 from tensorhub.protocol.manifest import chunk_count
 from tensorhub.transport.base import Export, Progress
 from tensorhub.transport.nixl import agent
 from tensorhub.transport.nixl.agent import Facts
 from tensorhub.transport.nixl.transport import NixlSettings, NixlTransport
+from transport import kit
 
 from . import nixl_fake
 from .kit import FakeDevice
@@ -55,59 +55,24 @@ class Devices(FakeDevice):
         return self
 
     def export(self) -> Export:
-        chunks = chunk_count(self.stream.size_bytes, CHUNK)
-        image = self.image
-        digests = b"".join(digest([memoryview(image[at : at + CHUNK])]) for at in range(0, len(image), CHUNK))
-        return Export("k", digests, CHUNK, self.stream, Progress(chunks, complete=True))
+        progress = Progress(chunk_count(self.stream.size_bytes, CHUNK), complete=True)
+        return Export("k", b"manifest", CHUNK, self.stream, progress)
 
 
-class Sink:
-    """Judges every chunk by its digest, as the fill of a worker does."""
+class Sink(kit.Target):
+    """Of memory on pretended devices."""
 
-    chunk_bytes = CHUNK
-    is_cross_site = False
-    is_checking = True
-
-    def __init__(self, devices: Devices) -> None:
-        self.stream = devices.stream
-        self.stored_chunks: list[int] = []
-        self._digests = b""
-
-    def begin(self, manifest: bytes) -> Sequence[int]:
-        self._digests = manifest
-        return range(chunk_count(self.stream.size_bytes, CHUNK))
-
-    def touch(self) -> None:
-        pass
+    def __init__(self, devices: Devices, right: bytes) -> None:
+        super().__init__(bytearray(right), CHUNK)
+        self.stream = devices.stream  # type: ignore[assignment]
 
     def accept(self, chunk: int, views: Sequence[memoryview]) -> None:
-        if digest(views) != self._digests[16 * chunk : 16 * chunk + 16]:
+        if digest(views) != self.digests[chunk]:
             raise CorruptTransfer(f"chunk {chunk}")
-
-    def stored(self, chunk: int) -> None:
-        self.stored_chunks.append(chunk)
-
-
-class Ended:
-    """How a read ended, once it has."""
-
-    def __init__(self) -> None:
-        self.errors: list[TensorHubError | None] = []
-        self._event = threading.Event()
-
-    def __call__(self, error: TensorHubError | None) -> None:
-        self.errors.append(error)
-        self._event.set()
-
-    def wait(self) -> TensorHubError | None:
-        assert self._event.wait(30), "on_end was not called"
-        assert len(self.errors) == 1
-        return self.errors[0]
 
 
 def read(reader: NixlTransport, source: NixlTransport, sink: Sink) -> tuple[object, str]:
-    ended = Ended()
-    found = reader.read(source.endpoint, "k", sink, ended)
+    found, ended = kit.start_read(reader, source.endpoint, "k", sink)
     return ended.wait(), found.path
 
 
@@ -128,12 +93,12 @@ def test_from_device_to_device_without_a_copy_on_the_host(source: list[tuple[str
     ours = Devices(source)
     total = ours.stream.size_bytes
     target = Devices([("cuda:1", total - 1234), ("cuda:0", 1234)]).clear()
-    one, other, sink = make(), make(), Sink(target)
+    one, other, sink = make(), make(), Sink(target, ours.image)
     one.export(ours.export())
     error, way = read(other, one, sink)
     assert error is None
     assert target.image == ours.image
-    assert sorted(sink.stored_chunks) == list(range(chunk_count(total, CHUNK)))
+    assert sorted(sink.order) == list(range(chunk_count(total, CHUNK)))
     assert ours.copied_bytes == {"to_host": 0, "to_device": 0}, "the source does nothing"
     assert target.copied_bytes == {"to_host": total, "to_device": 0}
     assert target.ring.free_count == 8
@@ -142,13 +107,13 @@ def test_from_device_to_device_without_a_copy_on_the_host(source: list[tuple[str
 
 def test_a_chunk_that_came_wrong_is_not_stored(make: Make) -> None:
     ours, target = Devices(ALL_DEVICE), Devices(ALL_DEVICE).clear()
-    one, other, sink = make(), make(), Sink(target)
+    one, other, sink = make(), make(), Sink(target, ours.image)
     export = ours.export()
     ours.memory[2][100] ^= 1  # chunk 3: changed after it was published
     one.export(export)
     error, _ = read(other, one, sink)
     assert isinstance(error, CorruptTransfer)
-    assert 3 not in sink.stored_chunks
+    assert 3 not in sink.order
 
 
 def test_what_is_read_after_the_withdrawal_does_not_count_on_devices_either(make: Make) -> None:
@@ -163,7 +128,7 @@ def test_what_is_read_after_the_withdrawal_does_not_count_on_devices_either(make
             for memory in ours.memory:
                 memory[:] = 0xEE
 
-    sink = Withdrawing(target)
+    sink = Withdrawing(target, ours.image)
     error, _ = read(other, one, sink)
     assert isinstance(error, SourceLost), "not corrupt: nothing of what came later was judged"
-    assert len(sink.stored_chunks) <= 2, "one for each thread"
+    assert len(sink.order) <= 2, "one for each thread"

@@ -22,8 +22,6 @@ from tensorhub.transport.local.memory import (
     Call,
     Lost,
     Process,
-    Seal,
-    Token,
     format_endpoint,
     here,
 )
@@ -80,16 +78,6 @@ def test_addresses_that_are_none(data: bytes, why: str) -> None:
 # -- seals and processes -----------------------------------------------------------------------------------------------
 
 
-def test_a_seal_stands_until_it_is_broken() -> None:
-    process, seal = Process(os.getpid()), Seal()
-    token = Token(seal.address, seal.value)
-    assert process.has(token, Call(process.pid))
-    assert not process.has(Token(seal.address, bytes(16)), Call(process.pid))
-    seal.break_()
-    assert not process.has(token, Call(process.pid))
-    process.close()
-
-
 @pytest.mark.parametrize("has_pidfd", [True, False])
 def test_a_process_that_ended_is_never_asked_again(has_pidfd: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not has_pidfd:
@@ -103,16 +91,6 @@ def test_a_process_that_ended_is_never_asked_again(has_pidfd: bool, monkeypatch:
     with pytest.raises(Lost):
         process.read(0, 1, Addresses.of_ranges([(1, 1)]), Addresses.of_ranges([(1, 1)]), Call(child.pid))
     process.close()
-
-
-def test_a_recycled_pid_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a pidfd: the PID is alive, but began at another time."""
-    monkeypatch.setattr(os, "pidfd_open", _unknown_call)
-    process = Process(os.getpid())
-    process.check()
-    monkeypatch.setattr(process, "_started", "12345")
-    with pytest.raises(Lost, match="another one"):
-        process.check()
 
 
 @pytest.mark.root

@@ -10,8 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 
@@ -22,9 +20,7 @@ from tensorhub.transport.nixl import probe
 from tensorhub.transport.nixl.agent import (
     DESCRIPTOR_BYTES,
     Agent,
-    Broken,
     Facts,
-    Page,
     Place,
     Region,
     advantage,
@@ -34,7 +30,7 @@ from tensorhub.transport.nixl.agent import (
     places_of,
     why_tcp,
 )
-from tensorhub.transport.nixl.transport import Meeting, Memory, NixlSettings, NixlTransport, parse_endpoint
+from tensorhub.transport.nixl.transport import NixlSettings, NixlTransport, parse_endpoint
 from tensorhub.transport.tcp import wire as tcp_wire
 from tensorhub.transport.tcp.wire import Wire
 
@@ -195,30 +191,6 @@ def test_places_on_devices() -> None:
         device_code("xpu:0")
 
 
-def test_a_slot_that_nixl_does_not_prepare_is_lent_again() -> None:
-    class Ended:
-        """An agent that has ended meanwhile."""
-
-        def meet(self, peer: bytes, metadata: list[bytes]) -> None: ...
-
-        def part(self, peer: bytes, *, is_lost: bool) -> None: ...
-
-        def drop(self, prepared: object) -> None: ...
-
-        def prepare(self, peer: bytes | None, places: list[Place]) -> int:
-            if peer is None:
-                raise Broken("it has ended")
-            return 1
-
-    page = Page()
-    free = len(page._free)
-    meeting = Meeting(cast(Agent, Ended()), cast(Memory, SimpleNamespace(agent="a", metadata=[], seal_address=0)), page)
-    with pytest.raises(Broken):
-        meeting.lend()
-    meeting.close()
-    assert len(page._free) == free
-
-
 @pytest.mark.parametrize("endpoint", ["tcp://a:1", "nixl://", "nixl://a", "nixl", "", "nixl://a:99999"])
 def test_endpoints_that_are_none(endpoint: str) -> None:
     with pytest.raises(ValueError, match=r".+"):
@@ -255,18 +227,6 @@ def test_tcp_is_refused_and_nothing_was_begun(make: Make) -> None:
 
 
 @needs_nixl
-def test_reads_over_tcp_where_that_is_allowed(make: Make) -> None:
-    right = content(3 * MIB + 5)
-    source, reader = make(tls="tcp", allow_tcp=True), make(tls="tcp", allow_tcp=True)
-    source.export(full("k", right, MIB, piece_bytes=1001))
-    target = Target(right, MIB, piece_bytes=777)
-    read, ended = start_read(reader, source.endpoint, "k", target)
-    assert ended.wait() is None
-    assert target.buffer == right
-    assert read.path.startswith("NIXL/UCX: TCP, UCX_TLS=tcp")
-
-
-@needs_nixl
 @pytest.mark.processes
 def test_a_read_that_does_not_end_is_fenced_and_the_transport_goes_on(make: Make) -> None:
     """The worst case: over TCP, a source that stops in the middle of a chunk. No byte may come once the read ended."""
@@ -299,16 +259,6 @@ def test_a_read_that_does_not_end_is_fenced_and_the_transport_goes_on(make: Make
 
 
 @needs_nixl
-def test_a_worker_reads_from_itself(make: Make) -> None:
-    right = content(5 * CHUNK)
-    worker = make()
-    worker.export(full("k", right, CHUNK))
-    target = Target(right, CHUNK)
-    assert read_all(worker, worker.endpoint, "k", target) is None
-    assert target.buffer == right
-
-
-@needs_nixl
 def test_memory_is_registered_once_and_forgotten_with_its_stream(make: Make) -> None:
     right = content(5 * CHUNK)
     source, reader = make(), make()
@@ -327,15 +277,6 @@ def test_memory_is_registered_once_and_forgotten_with_its_stream(make: Make) -> 
     gc.collect()
     assert agent.region(export.stream) is not region
     assert len(agent._regions) == 1
-
-
-@needs_nixl
-def test_the_token_is_asked_for_before_addresses_are_told(make: Make) -> None:
-    right = content(CHUNK)
-    source, stranger = make(token="secret"), make(token="wrong")
-    source.export(full("k", right, CHUNK))
-    assert isinstance(read_all(stranger, source.endpoint, "k", Target(right, CHUNK)), SourceLost)
-    assert len(source._agents.current()._regions) == 0
 
 
 @needs_nixl

@@ -95,14 +95,6 @@ def test_what_cannot_be_is_refused_with_its_reason(way: str, data: bytes, why: s
     assert why in str(failure.value)
 
 
-def test_what_can_be_survives_the_way(way: str) -> None:
-    batches = Batches.of(array("Q", [*GOOD, 0, SIZE, 1, 0, 1, 0]), [1, 1], SIZE).sending([False, True])
-    found = Batches.decode(batches.encode(), SIZE, CHUNK)
-    assert (found.rows.words, found.bounds, found.flags) == (batches.rows.words, batches.bounds, batches.flags)
-    assert list(found.bounds) == [0, 24, 24 + SIZE]
-    assert list(found.rows.needs) == [0, 0, 0, SIZE // CHUNK]
-
-
 def drawn_rows(chance: random.Random) -> tuple[list[int], array]:
     """Rows that can be, in batches."""
     words, counts = array("Q"), []
@@ -329,16 +321,3 @@ def test_rows_that_span_everything_keep_no_export(way: str, source: TcpTransport
     withdraw(source, "long")
     assert farewell(reader).code == "gone"
     assert time.process_time() < before + 1.0, "it has looked on"
-
-
-def test_where_all_is_there_no_row_is_looked_at(way: str, source: TcpTransport) -> None:
-    chunks = 20_000
-    source.export(kit.full("long", kit.content(chunks, seed=3), 1))
-    rows = [[0, 1, 2, chunks - 1, 1, 0]] * 20_000  # in Python minutes of looking
-    reader = wanting(source, body([len(rows)], *rows), key="long")
-    assert reader.receive_header() == (tcp_wire.WAITING, 0, 0)
-    reader.send_want([0])
-    assert reader.receive_header() == (tcp_wire.CHUNK, 2 * len(rows), 0)
-    reader.cut()
-    assert source.withdraw("long", timeout_s=DEADLINE_S)
-    reader.close()
