@@ -276,7 +276,8 @@ class Feed:
         """By each of the two, once."""
         with self._lock:
             self._users -= 1
-        if not self._users:
+            is_last = self._users == 0
+        if is_last:
             self.ring.close()
 
     @property

@@ -21,7 +21,7 @@ import msgspec
 from ...protocol.errors import HostMemoryFull, SourceLost, TensorHubError, TransportMissing, Unavailable, UsageError
 from ...protocol.names import Undecodable, decoded
 from .. import threads
-from ..announcing import COUNT, MAX_MEMORY_BYTES, MEMORY_FRAME, AnnouncedStream, AnnouncingServer
+from ..announcing import MAX_MEMORY_BYTES, MEMORY_FRAME, AnnouncedStream, AnnouncingServer
 from ..base import ByteStream, Export, OnEnd, Sink, Taking
 from ..ranges import Batches, Located, Piecewise, advance, flat, one_call
 from ..tcp import wire as tcp_wire
@@ -513,11 +513,7 @@ class NixlStream(AnnouncedStream):
         """What ended the export, as the source says it; or that it is gone; or else `why`, as `otherwise` if given."""
         try:
             self.wire.limit_waits(receive_s=_LAST_WORDS_S, send_s=_LAST_WORDS_S)
-            while True:
-                kind, length, _ = self.wire.receive_header()
-                if kind == tcp_wire.GONE:
-                    return self.job.refused(self.wire.receive_gone(length))
-                self.wire.receive_body(length, COUNT.size)
+            return self.why_ended()
         except Silent:
             return self.job.lost(why) if otherwise is None else otherwise(f"{self.job.endpoint}: {why}", hint=USE_TCP)
         except WireError as error:
