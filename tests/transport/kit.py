@@ -271,7 +271,7 @@ class Pieces:
             return stand_in.copy(source, self.view, start, stop, chunk_bytes, digests=digests)
 
     def land(self, *what: object, digests: bool) -> None:
-        raise NotImplementedError("tensors of another layout belong to a registration (`pieces_kit.Landing`)")
+        raise NotImplementedError("tensors of another layout belong to a registration (`tiles_kit.Landing`)")
 
     @contextmanager
     def reading(self, start: int, stop: int) -> Iterator[Sequence[memoryview]]:

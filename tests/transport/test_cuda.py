@@ -25,7 +25,7 @@ from tensorhub.transport import cuda
 from tensorhub.transport.base import Export, Progress
 from tensorhub.transport.cuda import CudaSettings, CudaTransport, Ends, Peers
 
-from . import kit, pieces_kit
+from . import kit, tiles_kit
 from .conftest import Make
 from .kit import DEADLINE_S, Target, content, full, read_all, stand_in, start_read
 
@@ -206,16 +206,16 @@ class Pieces:
         monkeypatch.setattr(landing, "MAX_BYTES", LANDING_BYTES)
         monkeypatch.setattr(landing, "LEAST_WINDOW_BYTES", 4096)
         monkeypatch.setattr(stand_in, "most_room_bytes", stand_in.room_bytes)
-        self.found = pieces_kit.columns(1)
-        cuts = pieces_kit.cuts_of(self.found.publisher, self.found.grid)
-        (source,) = sources = pieces_kit.sources_of(cuts)
-        self.across = pieces_kit.across_for(self.found.reader, self.found.grid, sources, batch_bytes=1)
+        self.found = tiles_kit.columns(1)
+        cuts = tiles_kit.cuts_of(self.found.publisher, self.found.grid)
+        (source,) = sources = tiles_kit.sources_of(cuts)
+        self.across = tiles_kit.across_for(self.found.reader, self.found.grid, sources, batch_bytes=1)
         (self.leg,) = self.across.legs([source])
         self.source, self.reader = make(), make()
-        pieces_kit.exported(self.source, "k", self.found.publisher[0], cuts[0])
+        tiles_kit.exported(self.source, "k", self.found.publisher[0], cuts[0])
 
     def read(self) -> TensorHubError | None:
-        return pieces_kit.Reading(self.across, self.leg, self.reader, self.source.endpoint, "k").wait()
+        return tiles_kit.Reading(self.across, self.leg, self.reader, self.source.endpoint, "k").wait()
 
 
 def test_a_wrong_tile_is_put_nowhere(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,9 +230,9 @@ def test_a_wrong_tile_is_put_nowhere(make: Make, monkeypatch: pytest.MonkeyPatch
     error = its.read()
     assert isinstance(error, CorruptTransfer)
     assert "'w'[" in str(error)
-    done = pieces_kit.ROWS * (len(its.across.tiles) - its.across.missing) // len(its.across.tiles)
-    assert 0 < done < pieces_kit.ROWS // 2
-    part, right = its.found.reader.arrays["part"], its.found.model["w"][:, pieces_kit.COLUMNS // 2 :]
+    done = tiles_kit.ROWS * (len(its.across.tiles) - its.across.missing) // len(its.across.tiles)
+    assert 0 < done < tiles_kit.ROWS // 2
+    part, right = its.found.reader.arrays["part"], its.found.model["w"][:, tiles_kit.COLUMNS // 2 :]
     assert (part[:done] == right[:done]).all()
     assert not part[done:].any()
 

@@ -53,9 +53,9 @@ def sanitized(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         ["test_native_parts.py", "-k", "not build"],
         ["test_native_fuzz.py"],
         ["test_native_mover.py"],
-        ["test_pieces_bounds.py"],
-        ["test_pieces.py", "-k", "tcp-lending-2 or local-3 or local-mapped-3"],
-        ["test_contract.py", "-k", "tcp-lending-2 or local-3 or local-mapped-3"],
+        ["test_tiles_bounds.py"],
+        ["test_tiles.py", "-k", "tcp-3 or local-3 or local-mapped-3"],
+        ["test_contract.py", "-k", "tcp-3 or local-3 or local-mapped-3"],
     ],
     ids=lambda tests: tests[0],
 )

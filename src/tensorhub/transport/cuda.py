@@ -61,7 +61,7 @@ from .local.transport import (
     ReceivingStream,
     credentials_of,
 )
-from .on_device import OnDevice, Opened, RingMemory, on_device, read_pieces, target_of
+from .on_device import OnDevice, Opened, RingMemory, on_device, read_tiles, target_of
 from .ranges import Piecewise
 from .sealed import Foreign, Unmappable, scratch
 from .tcp import wire as tcp_wire
@@ -710,7 +710,7 @@ class CudaStream(ReceivingStream):
         """Ask for everything, and copy what is there in windows."""
         if self._source is not None and isinstance(self.job.sink, Piecewise):
             rest = self._rest if self._its.peers.settings.device_share < 1 else None
-            read_pieces(self, self._source, self._check_seal, rest)
+            read_tiles(self, self._source, self._check_seal, rest)
             return
         wanted = self.job.queue.take(1 << 62)
         for first in range(0, len(wanted), ASK_CHUNKS):

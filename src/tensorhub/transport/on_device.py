@@ -159,7 +159,7 @@ def target_of(sink: Sink) -> OnDevice | None:
     return target
 
 
-def read_pieces(
+def read_tiles(
     stream: AnnouncedStream, source: Opened, check_seal: Callable[[], None], rest: Callable[[float], None] | None
 ) -> None:
     """Bring all that is wanted. `check_seal` raises what ended the export, if it has ended.

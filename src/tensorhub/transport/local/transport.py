@@ -243,7 +243,7 @@ class LocalJob(Job):
         self.remote: Remote | None = None
         self.process: Process | None = None
         self.mapped: Mapped | None = None
-        self.placed: Placed | None = None  # of a read of pieces: where they lie at the source
+        self.placed: Placed | None = None  # of a read of tiles: where they lie at the source
 
     def refused(self, refusal: Refusal) -> TensorHubError:
         if refusal.code in _CANNOT:
@@ -431,7 +431,7 @@ class LocalStream(ReceivingStream):
 SENT_BELOW_BYTES = 4096  # runs that are shorter on an average are sent
 
 
-class LocalPieces(LocalStream):
+class LocalTiles(LocalStream):
     """One connection of such a read."""
 
     _is_sent = False  # the batch that comes
@@ -446,7 +446,7 @@ class LocalPieces(LocalStream):
 
     @property
     def _batches(self) -> Batches:
-        assert self.job.batches is not None, "bytes of pieces before it is known which"
+        assert self.job.batches is not None, "bytes of tiles before it is known which"
         return self.job.batches
 
     # -- by the mover --------------------------------------------------------------------------------------------------
@@ -569,7 +569,7 @@ class LocalTransport(TcpTransport):
             raise TransportMissing(f"no unix socket can be had here: {error}", hint="use tcp") from error
 
     def make_read(self, endpoint: str, key: str, sink: Sink, ending: Callable[[TcpRead], OnEnd]) -> TcpRead:
-        streams = LocalPieces if isinstance(sink, Piecewise) else LocalStream
+        streams = LocalTiles if isinstance(sink, Piecewise) else LocalStream
         job = LocalJob(self.settings, endpoint, key, sink, maps=self._maps)
         return LocalRead(job, ending, self._place, streams)
 

@@ -577,7 +577,7 @@ class Lying:
             start, index = start + size_bytes, index + 1
 
 
-class NixlPieces(NixlStream):
+class NixlTiles(NixlStream):
     """One connection of such a read."""
 
     _landing: Landing | None = None
@@ -585,7 +585,7 @@ class NixlPieces(NixlStream):
 
     @property
     def _batches(self) -> Batches:
-        assert self.job.batches is not None, "bytes of pieces before it is known which"
+        assert self.job.batches is not None, "bytes of tiles before it is known which"
         return self.job.batches
 
     def send_batches(self) -> None:
@@ -721,7 +721,7 @@ class NixlTransport(TcpTransport):
         return NixlServer(self.settings, self._agents, self._facts)
 
     def make_read(self, endpoint: str, key: str, sink: Sink, ending: Callable[[TcpRead], OnEnd]) -> TcpRead:
-        streams = NixlPieces if isinstance(sink, Piecewise) else NixlStream
+        streams = NixlTiles if isinstance(sink, Piecewise) else NixlStream
         job = NixlJob(self.settings, endpoint, key, sink, self._agents, self._facts, self._mine.allow_tcp)
         return NixlRead(job, ending, streams)
 

@@ -20,9 +20,9 @@ from tensorhub.reshard.plan import Source
 from tensorhub.reshard.read import Across
 from tensorhub.reshard.wire import Cut
 from tensorhub.transport.base import Transport
-from tensorhub.transport.local import transport as local_pieces
+from tensorhub.transport.local import transport as local_transport
 from tensorhub.transport.native import load, reads
-from tensorhub.transport.nixl import transport as nixl_pieces
+from tensorhub.transport.nixl import transport as nixl_transport
 from tensorhub.transport.ranges import COUNT, COUNTS, ROW_WORDS, RUN, Room, Rows
 from tensorhub.transport.tcp.settings import TcpSettings
 from tensorhub.transport.tcp.transport import TcpTransport
@@ -30,7 +30,7 @@ from tensorhub.transport.tcp.transport import TcpTransport
 from . import kit
 from .conftest import Make
 from .kit import DEADLINE_S
-from .pieces_kit import (
+from .tiles_kit import (
     COLUMNS,
     ROWS,
     Columns,
@@ -46,7 +46,7 @@ from .pieces_kit import (
     sources_of,
     transposed,
 )
-from .pieces_kit import sources_of as sources_of_cuts
+from .tiles_kit import sources_of as sources_of_cuts
 
 SEEDS = 6
 
@@ -66,8 +66,8 @@ def is_fetched(request: pytest.FixtureRequest, kind: kit.Kind, monkeypatch: pyte
     if request.param and ("tcp" in kind.name or kind.is_on_device):
         pytest.skip("only where a reader can fetch, and need not")
     if request.param:
-        monkeypatch.setattr(local_pieces, "SENT_BELOW_BYTES", 0)
-        monkeypatch.setattr(nixl_pieces, "SENT_BELOW_BYTES", 0)
+        monkeypatch.setattr(local_transport, "SENT_BELOW_BYTES", 0)
+        monkeypatch.setattr(nixl_transport, "SENT_BELOW_BYTES", 0)
     return bool(request.param)
 
 
@@ -139,7 +139,7 @@ BATCH = 64 * 1024
 
 def fetch_all(monkeypatch: pytest.MonkeyPatch, from_bytes: int) -> None:
     """Runs of so many bytes and more are fetched, where the transport can fetch."""
-    for module in (local_pieces, nixl_pieces):
+    for module in (local_transport, nixl_transport):
         monkeypatch.setattr(module, "SENT_BELOW_BYTES", from_bytes)
 
 
