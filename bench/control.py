@@ -15,7 +15,7 @@ from tensorhub.protocol.manifest import Layout, TensorSpec
 from tensorhub.protocol.messages import PROTOCOL, Hello, Holding, LayoutInfo, Orders, Report
 from tensorhub.protocol.names import Digest, ModelName, ReplicaName, Shard, Version
 from tensorhub.protocol.settings import Settings
-from tensorhub.runtime.codec import decode_to_worker, encode
+from tensorhub.runtime.connection import decode_to_worker, encode
 from tensorhub.server import Server as Machine
 
 from .processes import Failed, Server, own_token

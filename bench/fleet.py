@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from tensorhub.protocol.messages import Grant
 from tensorhub.protocol.names import Version, WorkerId, worker_id
 from tensorhub.protocol.settings import Settings
-from tensorhub.runtime.codec import decode_to_server, encode
+from tensorhub.runtime.connection import decode_to_server, encode
 from tensorhub.server import Outbox, Server
 from tensorhub.worker import events
 from tests.sim.world import World

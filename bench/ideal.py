@@ -27,7 +27,7 @@ from tensorhub.protocol.messages import (
 )
 from tensorhub.protocol.names import Digest, Number, Ticket, Version, WorkerId
 from tensorhub.protocol.settings import Settings
-from tensorhub.runtime.codec import decode_to_server, encode
+from tensorhub.runtime.connection import decode_to_server, encode
 
 from .serve import die_with_parent
 

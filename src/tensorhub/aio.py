@@ -34,10 +34,9 @@ from .runtime.config import (
     parse_seconds,
     with_own_token,
 )
-from .runtime.descriptions import layout_of, metadata_of
 from .runtime.loops import LoopThread, Undo, check_process, in_thread, loop_thread, warn_unreferenced
 from .runtime.opening import leave_at_once, open_client
-from .runtime.questions import fetch_status, parse_number, plain_spec, wait_for_number
+from .runtime.questions import fetch_status, layout_of, metadata_of, parse_number, plain_spec, wait_for_number
 
 if TYPE_CHECKING:
     from .memory.registration import type_of_dtype, type_of_weights

@@ -29,7 +29,7 @@ from tensorhub.protocol.messages import (
 )
 from tensorhub.protocol.names import Digest, Number, Ticket, Version, WorkerId
 from tensorhub.protocol.settings import Settings
-from tensorhub.runtime.codec import decode_to_server, decode_to_worker, encode
+from tensorhub.runtime.connection import decode_to_server, decode_to_worker, encode
 from tensorhub.server import Server
 
 from .kit import LAYOUT, hello, worker

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tensorhub.protocol.messages import Answer, Failure, Holding, LayoutInfo, Orders, Refusal, Report
 from tensorhub.protocol.names import Digest, Number, Ticket, Version
-from tensorhub.runtime.codec import decode_to_server, encode
+from tensorhub.runtime.connection import decode_to_server, encode
 from tensorhub.worker import events
 from tensorhub.worker.machine import Worker
 

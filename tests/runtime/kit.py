@@ -15,8 +15,8 @@ import aiohttp
 import tensorhub
 from tensorhub.protocol.messages import PROTOCOL, Hello
 from tensorhub.protocol.names import ModelName, ReplicaName, Shard
-from tensorhub.runtime.codec import encode
 from tensorhub.runtime.config import access_of
+from tensorhub.runtime.connection import encode
 
 STANDSTILL_S = 4.0  # of a busy machine, while something is timed
 PATIENCE_S = 30.0  # what must happen happens by then, beside busy processes too

@@ -26,7 +26,7 @@ from tensorhub.protocol.settings import Settings
 from tensorhub.runtime import admission, answers, serving
 from tensorhub.runtime import server as server_module
 from tensorhub.runtime.admission import EVERY_S, FAILED, MALFORMED, PIECE_BYTES, SHORTAGE, Accepted, Seldom
-from tensorhub.runtime.codec import decode_to_worker, encode
+from tensorhub.runtime.connection import decode_to_worker, encode
 from tensorhub.runtime.serving import ServerThread
 
 from .kit import PATIENCE_S, eventually, hello, own_token

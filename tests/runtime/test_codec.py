@@ -39,8 +39,8 @@ from tensorhub.protocol.messages import (
 )
 from tensorhub.protocol.names import NAME_RULE, Digest, Number, Ticket, Version, worker_id
 from tensorhub.protocol.settings import Settings
-from tensorhub.runtime.codec import Malformed, decode_to_server, decode_to_worker, encode
 from tensorhub.runtime.config import check_name
+from tensorhub.runtime.connection import Malformed, decode_to_server, decode_to_worker, encode
 from tensorhub.server import Server
 
 from .kit import hello

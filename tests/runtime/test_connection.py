@@ -19,9 +19,8 @@ from tensorhub.protocol.errors import Unavailable
 from tensorhub.protocol.messages import Orders
 from tensorhub.protocol.names import Number
 from tensorhub.runtime import connection
-from tensorhub.runtime.codec import encode
 from tensorhub.runtime.config import worker_options
-from tensorhub.runtime.connection import Connection, ThreadResolver, why_away
+from tensorhub.runtime.connection import Connection, ThreadResolver, encode, why_away
 from tensorhub.runtime.questions import wait_for_version
 
 from .kit import PATIENCE_S, eventually, hello

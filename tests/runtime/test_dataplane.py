@@ -15,7 +15,7 @@ from tensorhub.protocol.errors import HostMemoryFull, SessionLost, SourceLost, T
 from tensorhub.protocol.messages import Grant, Report
 from tensorhub.protocol.names import Digest, Ticket, Version, worker_id
 from tensorhub.runtime import dataplane
-from tensorhub.runtime.codec import decode_to_server, encode
+from tensorhub.runtime.connection import decode_to_server, encode
 from tensorhub.runtime.content import Meter, Routes
 from tensorhub.runtime.dataplane import DataPlane
 from tensorhub.transport import sealed

@@ -9,7 +9,7 @@ from tensorhub.protocol.messages import LayoutInfo, Orders, Refusal, Report
 from tensorhub.protocol.names import Number
 from tensorhub.protocol.settings import Settings
 from tensorhub.runtime import server as server_module
-from tensorhub.runtime.codec import decode_to_worker
+from tensorhub.runtime.connection import decode_to_worker
 from tensorhub.runtime.server import Intake, Line, ServerShell
 from tensorhub.server import state
 

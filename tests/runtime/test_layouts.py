@@ -11,7 +11,7 @@ from tensorhub.protocol.manifest import Layout, TensorSpec
 from tensorhub.protocol.messages import Holding, LayoutInfo, LayoutWanted, Orders, Report
 from tensorhub.protocol.names import Digest, Version
 from tensorhub.runtime import server as layouts
-from tensorhub.runtime.codec import decode_to_worker, encode
+from tensorhub.runtime.connection import decode_to_worker, encode
 from tensorhub.runtime.server import Line, UnknownLayouts
 
 from .kit import PATIENCE_S, ServerProcess, eventually, hello, line_to

@@ -17,7 +17,7 @@ from tensorhub.protocol.messages import MAX_LAYOUT_BYTES, MAX_REPORT_BYTES, PROT
 from tensorhub.protocol.names import ModelName, Number, Version
 from tensorhub.protocol.settings import Settings
 from tensorhub.runtime import server as server_module
-from tensorhub.runtime.codec import decode_to_worker, encode
+from tensorhub.runtime.connection import decode_to_worker, encode
 from tensorhub.runtime.serving import ServerThread, _key
 from tensorhub.server.versions import Notary
 

@@ -16,11 +16,12 @@ from ..protocol.names import Digest, Version, WorkerId
 from ..worker.events import Called
 from .driver import Driver
 from .loops import in_thread
-from .publishing import HELD_HINT
 
 if TYPE_CHECKING:
     from ..memory.registration import type_of_weights
 
+
+HELD_HINT = "unpublish(), then publish a higher number; mutating(version=...) does both"
 
 # --- Whose turn it is on one worker: one call at a time, and in the block of a `mutating` none that would spoil its
 # end.

@@ -1,17 +1,21 @@
-"""The calls of `Weights`, as coroutines of the worker loop."""
+"""The calls of `Weights`, as coroutines of the worker loop: which threads make them, and how tensors are hashed."""
 
 import asyncio
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
+from uuid import uuid4
 from weakref import WeakSet
 
 from msgspec.structs import replace
 
+from ..memory.describe import some
+from ..memory.digests import build_manifest
 from ..memory.host_memory import HINT
 from ..memory.registration import Registration
 from ..protocol.errors import (
@@ -37,16 +41,134 @@ from ..protocol.messages import (
     Vacated,
     parse_spec,
 )
-from ..protocol.names import Digest, Version, WorkerId
+from ..protocol.names import Digest, Version, WorkerId, worker_id
+from ..reshard.grid import Grid
+from ..reshard.read import TiledVersion, grid_for, tiled_version
 from ..transport.base import Transport
 from ..worker.events import Called, ClaimDropped, Registered, Wished
-from .cast_state import Behind, Suspension, Turn, Wholeness
-from .codec import encode
+from .cast_state import HELD_HINT, Behind, Suspension, Turn, Wholeness
 from .config import Options
-from .content import Known
+from .connection import encode
+from .content import Known, changed_tensors
 from .driver import AFTER_DEADLINE_S, Driver, failed
-from .publishing import check_unchanged, grid_of, hashed
-from .questions import check_held, wait_for_holders, wait_for_version
+from .loops import in_thread
+from .questions import check_held, siblings, wait_for_holders, wait_for_version
+
+# --- What is published in tiles: the grid is fixed from how all living replicas are cut, then every tile is hashed.
+#
+# All shards of a replica cut the same grid, for it follows from what the server says of all of them: each asks once all
+# of its siblings have registered. Where another replica registers just then, two shards may have heard different
+# things: the server says so, and all of them cut anew.
+#
+# Blocking work is done in threads. It must never: hash before it is known how, or guess what a sibling has.
+
+
+async def cut(
+    options: Options, me: WorkerId, shards: int, registration: Registration, metadata: bytes, deadline: float
+) -> Callable[[], TiledVersion]:
+    """What has to be done, in a thread, to know what is registered now. Asks the server how all others are cut.
+
+    Raises `GroupIncomplete` for siblings that are not there, or have registered nothing with boxes, and `GroupMismatch`
+    for those that say another number of shards.
+    """
+    found = await siblings(options, me, shards, registration, deadline, what="publish")
+    mine = {view.shard: found.boxes[view.boxes] for view in found.shards if view.replica == me.replica}
+    publisher = [mine[shard] for shard in range(shards)]
+    names = {found.boxes[view.boxes]: str(worker_id(me.model, view.replica, view.shard)) for view in found.shards}
+    make_grid = partial(grid_for, publisher, found.boxes, names)
+    return partial(_hashed, registration, make_grid, options.chunk_bytes, metadata)
+
+
+def again(known: TiledVersion, registration: Registration) -> TiledVersion:
+    """What is registered now, cut as it was. Blocks."""
+    return tiled_version(registration, known.cut.grid, known.chunk_bytes, metadata=known.metadata)
+
+
+def _hashed(
+    registration: Registration, make_grid: Callable[[], Grid], chunk_bytes: int, metadata: bytes
+) -> TiledVersion:
+    return tiled_version(registration, make_grid(), chunk_bytes, metadata=metadata)
+
+
+# --- What is published, in numbers: plain chunks, or tiles where it is known which parts of which tensors there are.
+#
+# Hashing happens in threads, until the caller's deadline. It must never: hash anew what cannot be, or cut anew what is
+# held.
+
+
+T = TypeVar("T")
+
+CHUNKS_SHOWN = 3  # of those that several tensors share, in an error
+
+
+async def hashed(
+    options: Options,
+    me: WorkerId,
+    shards: int,
+    registration: Registration,
+    held: Known | None,
+    metadata: bytes,
+    deadline: float,
+) -> Known:
+    """What is registered now. `held` is what is held already, and is to be the same.
+
+    Raises `VersionConflict` naming tensors that are not, where all of it cannot be hashed anew.
+    """
+    what = f"publish of {me}: hashing its tensors"
+    if held is not None and not held.digests:
+        return held  # what was never hashed cannot be hashed again: it is taken for what it was
+    if isinstance(held, TiledVersion):
+        if held.is_whole:
+            return await by(deadline, what, partial(again, held, registration))
+        changed, _ = await by(deadline, what, partial(changed_tensors, registration, held))  # as far as can be told
+        if changed:
+            text = f"{me} holds that version, but these tensors were changed since: {some(changed)}"
+            raise VersionConflict(text, hint=HELD_HINT)
+        return held
+    if registration.table is not None:
+        return await by(deadline, what, await cut(options, me, shards, registration, metadata, deadline))
+    chunk_bytes = options.chunk_bytes if held is None else held.chunk_bytes  # equal bytes have equal roots then
+    salt = uuid4().hex
+    build = partial(build_manifest, registration, chunk_bytes, verify=options.verify, salt=salt)
+    return replace(await by(deadline, what, build), metadata=metadata)
+
+
+async def check_unchanged(
+    me: WorkerId, version: Version, registration: Registration, known: Known, deadline: float
+) -> None:
+    """Raises `NotDrained` naming the tensors that are not any more what the version held says of them.
+
+    Where small tensors share a chunk and its digest differs, it says that at least one of them was changed.
+    """
+    what = f"check() of version {version} of {me}"
+    names, shared = await by(deadline, what, partial(changed_tensors, registration, known))
+    changed = dict.fromkeys([*registration.moved(), *names])
+    said = [f"these tensors were changed since: {some(list(changed))}"] if changed else []
+    for chunk in sorted(shared)[:CHUNKS_SHOWN]:
+        count = len(shared[chunk])
+        said.append(f"at least one of the {count} tensors in chunk {chunk} was changed since: {some(shared[chunk])}")
+    if len(shared) > CHUNKS_SHOWN:
+        said.append(f"and at least one in each of {len(shared) - CHUNKS_SHOWN} more chunks")
+    if said:
+        text = f"{me} holds version {version}, but {'; '.join(said)}"
+        raise NotDrained(text, hint="unpublish() before changing tensors, or use mutating(version=...)")
+
+
+async def by(deadline: float, what: str, work: Callable[[], T]) -> T:
+    """Blocking work in a thread, awaited until the deadline."""
+    began = time.monotonic()
+    try:
+        async with asyncio.timeout_at(deadline):
+            return await in_thread(work, name="hash")
+    except TimeoutError as error:
+        text = f"{what} did not end within {deadline - began:.3g} s"
+        raise DeadlineExceeded(text, hint="retry with a longer timeout") from error
+
+
+def grid_of(known: Known) -> Digest:
+    """Of the tiles that were cut: all shards of a publish cut the same."""
+    return known.cut.manifest.grid if isinstance(known, TiledVersion) else Digest("")
+
 
 # --- Which threads of this process use a worker: whether anybody but the thread that waits could still call it.
 #
@@ -171,8 +293,6 @@ class Wishes:
 # Checks what can be checked here, hashes in threads, and leaves every decision to the machine that `driver` drives. A
 # call's deadline counts from its beginning, hashing included. It must never: block the loop, or outlive a deadline.
 
-
-T = TypeVar("T")
 
 MAX_CUTS = 3  # of one publish
 CUT_OTHERWISE = "into different tiles"  # as `server/calls.py` says it

@@ -1,32 +1,308 @@
-"""A version in a worker's memory: its export, the routes to other workers, and the read that is open."""
+"""A version in a worker's memory: its export, the routes to other workers, the open read, and what that may count."""
 
 import asyncio
 import ipaddress
 import logging
 import threading
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
+from math import inf
 from typing import Protocol
 
 from ..memory.digests import changed_chunks, changed_of
 from ..memory.fill import FillSink
 from ..memory.host_memory import size_text
 from ..memory.registration import Registration
-from ..protocol.errors import SourceLost, TensorHubError, TransportMissing, Unavailable, error_from_code
+from ..protocol.errors import (
+    InvariantViolation,
+    SessionLost,
+    SourceLost,
+    TensorHubError,
+    TransportMissing,
+    Unavailable,
+    error_from_code,
+)
 from ..protocol.manifest import Manifest
 from ..protocol.messages import MAX_CROSS_SITE_VERSIONS, MAX_SOURCES, MAX_TEXT, Grant, add_up
 from ..protocol.names import Digest, Version, WorkerId
-from ..reshard.read import Across, TiledVersion
-from ..transport.base import Export, Progress, Read, Transport, Way, choose, scheme_of
+from ..reshard.read import Across, Leg, Offer, TiledVersion
+from ..transport.base import (
+    ByteStream,
+    Export,
+    Progress,
+    Read,
+    StopFlag,
+    Terms,
+    Transport,
+    Until,
+    Way,
+    choose,
+    scheme_of,
+)
 from ..transport.local import memory
+from ..transport.ranges import Batches
+from ..transport.sealed import Shared
 from ..transport.tcp.addresses import parse_endpoint
 from ..transport.threads import as_ours
 from ..worker.events import ReadMeasured
 from .loops import in_thread
-from .trust import TrustedSink
+
+NOTHING = Batches.of(array("q"), [], 0)
+
+
+class Lease:
+    """Until when this worker trusts what it reads (`time.monotonic()`); written by the loop, read by any thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.end = Until(-inf)
+        self.clock = clock
+        self.is_touched = False  # a byte may have been written, of which the machine has not heard yet
+
+    @property
+    def until(self) -> float:
+        return self.end.value
+
+    @until.setter
+    def until(self, moment: float) -> None:
+        self.end.value = moment
+
+    @property
+    def is_over(self) -> bool:
+        return self.clock() >= self.until
+
+
+class Touch:
+    """Whether a read may have written anything yet; and its end."""
+
+    def __init__(self, lease: Lease, on_touch: Callable[[], None]) -> None:
+        """`on_touch` is called once, in a transport's thread, before the first byte is written."""
+        self.stop_flag = StopFlag()
+        self.lease = lease
+        self.is_touched = False
+        self._on_touch = on_touch
+        self._lock = threading.Lock()
+
+    def touch(self, check: Callable[[], None]) -> None:
+        """Something is about to be written, unless `check` raises."""
+        if self.is_touched:
+            return
+        with self._lock:
+            check()
+            is_first, self.is_touched = not self.is_touched, True
+            self.lease.is_touched |= is_first
+        if is_first:
+            self._on_touch()
+
+    def bar(self) -> bool:
+        """Let nothing count any more. Returns whether anything may have been written; if not, it never will be."""
+        with self._lock:
+            self.stop_flag.set()
+            return self.is_touched
+
+    def let_go(self) -> None:
+        """Nothing of it runs any more. Held from both sides, read and content would wait for the garbage collector."""
+        self._on_touch = _touched_late
+
+
+def _touched_late() -> None:
+    raise InvariantViolation("a read that was over has touched something")
+
+
+class Trusted:
+    """What all sinks ask before and after anything counts."""
+
+    def __init__(self, touch: Touch, *, is_cross_site: bool) -> None:
+        self.is_cross_site = is_cross_site  # the source is in another site, which a transport may like to know
+        self.stop_flag = StopFlag()
+        self._touch = touch
+
+    @property
+    def is_stopped(self) -> bool:
+        """Nothing of it counts any more."""
+        return self.stop_flag.is_set or self._touch.stop_flag.is_set
+
+    def stop(self) -> None:
+        """This part only."""
+        self.stop_flag.set()
+
+    def check(self) -> None:
+        """`SessionLost` says that no source is to blame."""
+        if self.is_stopped:
+            raise SessionLost("this read was told to stop")
+        if self._touch.lease.is_over:
+            raise SessionLost("the lease under which this read was granted has ended")
+
+
+class Counting(Trusted):
+    """Hands on what a transport brings, to a fill or to a leg of one."""
+
+    def __init__(self, target: FillSink | Leg, touch: Touch, *, is_cross_site: bool) -> None:
+        super().__init__(touch, is_cross_site=is_cross_site)
+        self._target = target
+
+    @property
+    def stream(self) -> ByteStream:
+        return self._target.stream
+
+    @property
+    def is_checking(self) -> bool:
+        return self._target.is_checking
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self._target.chunk_bytes
+
+    def begin(self, manifest: bytes) -> Sequence[int]:
+        self.check()
+        return self._target.begin(manifest)
+
+    def touch(self) -> None:
+        self.check()
+        self._touch.touch(self.check)
+        self._target.touch()
+
+    def terms(self) -> Terms | None:
+        """Those of its target, for as long as this read is trusted."""
+        terms = self._target.terms()
+        if terms is None or self._touch.lease.clock is not time.monotonic:
+            return None
+        stop_flags = (*terms.stop_flags, self._touch.stop_flag, self.stop_flag)
+        return replace(terms, stop_flags=stop_flags, until=self._touch.lease.end)
+
+    def told(self, size_bytes: int) -> None:
+        self._target.told(size_bytes)
+
+    def check(self) -> None:
+        super().check()
+        self._target.check()
+
+    def accept(self, chunk: int, views: Sequence[memoryview]) -> None:
+        self.check()
+        self._target.accept(chunk, views)
+        self.check()
+
+    def stored(self, chunk: int) -> None:
+        self.check()
+        self._target.stored(chunk)
+
+
+class TrustedSink(Counting):
+    """A `Sink` for one read of one source: the fill behind it, as long as the read is trusted."""
+
+    def __init__(
+        self,
+        fill: FillSink,
+        lease: Lease,
+        *,
+        is_cross_site: bool = False,
+        is_only_opened: bool = False,
+        shares: bool = False,
+        on_touch: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`is_only_opened`: the manifest is wanted, and no chunk. `shares`: and the source's memory if it can be had.
+
+        `on_touch` is called once, in a transport's thread, before the first byte is written.
+        """
+        super().__init__(fill, Touch(lease, on_touch), is_cross_site=is_cross_site)
+        self.is_only_opened = is_only_opened or shares
+        self.shares = shares
+        self.shared: tuple[Shared, int] | None = None  # the memory, and where in it the bytes begin
+        self._fill = fill
+
+    def begin(self, manifest: bytes) -> Sequence[int]:
+        missing = super().begin(manifest)
+        return () if self.is_only_opened else missing
+
+    @property
+    def manifest(self) -> Manifest:
+        """The source's, once it has come and is the right one."""
+        return self._fill.manifest
+
+    def share(self, memory: object, address: int) -> None:
+        assert isinstance(memory, Shared), "memory that cannot be kept"
+        self.shared = (memory, address)
+
+    def bar(self) -> bool:
+        """Let nothing be written any more unless something was before. Returns whether it was; final either way."""
+        return self._touch.bar()
+
+    def stored(self, chunk: int) -> None:
+        self.check()
+        self._fill.judge_in_place(chunk)  # it takes a while
+        super().stored(chunk)
+
+    def take(self, chunks: range, digests: Sequence[bytes] | None) -> None:
+        self.check()
+        self._fill.take(chunks, digests)
+        self.check()
+
+
+class TrustedLeg(Counting):
+    """One leg of a fill, for as long as its read is trusted and its part was not told to stop."""
+
+    def __init__(self, leg: Leg, touch: Touch, *, is_cross_site: bool) -> None:
+        super().__init__(leg, touch, is_cross_site=is_cross_site)
+        self.leg = leg
+
+    @property
+    def batches(self) -> Batches:
+        return self.leg.batches
+
+    def count(self, batches: range) -> None:
+        self.check()
+        self.leg.count(batches)
+
+    def wrong_tile(self, tile: int) -> TensorHubError:
+        return self.leg.wrong_tile(tile)
+
+
+class Looking(Trusted):
+    """Takes what a source shows of itself, and wants no piece of it. It is a stream of nothing at the same time."""
+
+    is_checking = True
+    size_bytes = 0
+    chunk_bytes = 1
+
+    def __init__(self, grant: Grant, touch: Touch) -> None:
+        super().__init__(touch, is_cross_site=grant.is_cross_site)
+        self.offer: Offer | None = None
+        self.batches = NOTHING
+        self._grant = grant
+
+    @property
+    def stream(self) -> ByteStream:
+        return self
+
+    def begin(self, manifest: bytes) -> Sequence[int]:
+        self.check()
+        offer = Offer(str(self._grant.source), self._grant.root, bytes(manifest))
+        self.batches = replace(NOTHING, source_bytes=offer.cut.table.size_bytes)
+        self.offer = offer
+        return ()
+
+    def reading(self, start: int, stop: int) -> AbstractContextManager[Sequence[memoryview]]:
+        return nullcontext(())
+
+    def writing(self, start: int, stop: int) -> AbstractContextManager[Sequence[memoryview]]:
+        raise InvariantViolation("a look wrote something")
+
+    def touch(self) -> None:
+        raise InvariantViolation("a look touched something")
+
+    def wrong_tile(self, tile: int) -> TensorHubError:
+        raise InvariantViolation("a look was given bytes")
+
+    def accept(self, chunk: int, views: Sequence[memoryview]) -> None:
+        raise InvariantViolation("a look was given bytes")
+
+    def stored(self, chunk: int) -> None:
+        raise InvariantViolation("a look was given bytes")
+
 
 # --- Which endpoints of a source nobody can reach from here, as far as the endpoints themselves say so.
 #

@@ -46,9 +46,8 @@ from ..transport.sealed import Shared
 from ..transport.threads import as_ours
 from ..worker.events import CopiedIn, CopiedOut, CopyCounted, CopyDropped, Event
 from .config import Verify
-from .content import Content, Known, key_of
+from .content import Content, Known, TrustedSink, key_of
 from .loops import in_thread, report_end
-from .trust import TrustedSink
 
 _log = logging.getLogger(__name__)
 

@@ -25,11 +25,22 @@ from ..transport.threads import as_ours
 from ..worker import events
 from ..worker.events import Event, ReadAdvanced, ReadEnded, ReadMeasured, ReadOpened, ReadTouched, ServingStopped
 from .config import Verify
-from .content import MEASURE_EVERY_S, Content, Known, Meter, OpenRead, Received, Routes, key_of, withdraw_everywhere
+from .content import (
+    MEASURE_EVERY_S,
+    Content,
+    Known,
+    Lease,
+    Meter,
+    OpenRead,
+    Received,
+    Routes,
+    TrustedSink,
+    key_of,
+    withdraw_everywhere,
+)
 from .copies import HostCopies
 from .loops import Background, hand_over, in_thread
 from .tile_reads import TilePlane
-from .trust import Lease, TrustedSink
 
 _log = logging.getLogger(__name__)
 

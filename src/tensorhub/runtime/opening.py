@@ -42,8 +42,8 @@ from ..transport.tcp.transport import TcpTransport
 from ..transport.threads import Thread, start
 from .client import Client, living
 from .config import OTHER_HOST, Options
-from .descriptions import layouts_of, whole_layout_of
 from .loops import in_thread, loop_thread
+from .questions import layouts_of, whole_layout_of
 
 if TYPE_CHECKING:
     from ..memory.registration import type_of_tensor

@@ -3,30 +3,45 @@
 import asyncio
 import random
 import time
-from collections.abc import Callable, Mapping
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from numbers import Integral
-from typing import TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 import aiohttp
 import msgspec
 
+from ..memory.registration import Registration
 from ..protocol.errors import (
     CorruptTransfer,
     DeadlineExceeded,
+    GroupIncomplete,
+    GroupMismatch,
+    InvariantViolation,
     Refused,
     ServerUnreachable,
+    SourceLost,
     TensorHubError,
     UsageError,
     VersionUnavailable,
     error_from_code,
     printable,
 )
-from ..protocol.manifest import Layout, decode_layout
+from ..protocol.manifest import Json, Layout, decode_layout, decode_manifest, decode_metadata
 from ..protocol.messages import Spec, parse_spec
-from ..protocol.names import Decoder, Undecodable, Version, decoded, plain, plain_number
-from ..protocol.status import CutsView, DescribedView, HeldView, Status
+from ..protocol.names import Decoder, Digest, Undecodable, Version, WorkerId, decoded, is_tiled, plain, plain_number
+from ..protocol.status import CutsView, DescribedView, HeldView, LayoutView, Status, TensorView
+from ..reshard.read import tied, whole_layout
+from ..transport.base import ByteStream, Sink
+from ..transport.ranges import Batches
+from ..transport.tcp.reader import Job, TcpRead
+from ..transport.tcp.settings import TcpSettings
 from .config import MAX_SHARDS, OTHER_HOST, Options, with_own_token
 from .connection import CONNECT_S, STATUSES, http_session, retry_delay_s, unreached, why_away
+from .content import key_of
+from .loops import hand_over, in_thread
 
 # --- What callers and their texts mean by a version, as the plain int or str that travels.
 #
@@ -66,6 +81,9 @@ def spec_of_text(text: str) -> Spec:
 # Each question ends by its deadline; a server that is away is asked again until then. It must never: need a session.
 
 
+SIBLING_AGAIN_S = 0.05  # the first time; a sibling registers soon
+MAX_SIBLING_AGAIN_S = 1.0
+EVERYBODY = "see that every shard runs, then call again on all of them"
 LONG_POLL_S = 20.0  # below the minute after which a proxy may cut an idle connection
 ANSWER_S = 0.2  # before the deadline, so that what is missing is known when time runs out
 HERE = "`tensorhub status` shows which models and versions there are; latest is the newest"
@@ -202,6 +220,39 @@ async def fetch_cuts(options: Options, model: str, deadline: float, *, replica: 
     return found
 
 
+async def siblings(
+    options: Options, me: WorkerId, shards: int, registration: Registration, deadline: float, *, what: str
+) -> CutsView:
+    """How all are cut, once the server has heard of every shard of this replica, and of this one as it is now.
+
+    `what` it is asked for is said in errors: they are those of `cut`.
+    """
+    pause_s, began, absent_since = SIBLING_AGAIN_S, time.monotonic(), time.monotonic()
+    while True:
+        found = await fetch_cuts(options, me.model, deadline, replica=me.replica)
+        mine = {view.shard: view for view in found.shards if view.replica == me.replica}
+        is_heard = me.shard in mine and found.boxes[mine[me.shard].boxes] == registration.boxes
+        missing = [shard for shard in range(shards) if shard not in mine]
+        if is_heard and not missing:
+            break
+        absent = [shard for shard in missing if shard not in found.here]
+        if not absent or found.patience_s is None:
+            absent_since = time.monotonic()
+        elif found.missed or time.monotonic() >= absent_since + found.patience_s:
+            why = found.missed or f"shards {absent} of {me.replica} were not there within {found.patience_s:.3g} s"
+            raise GroupIncomplete(f"{what} of {me}: {why}", hint=EVERYBODY)
+        if time.monotonic() + pause_s >= deadline:
+            why = f"shards {missing} of it have registered no tensors with boxes" if missing else "it was not heard"
+            text = f"{what} of {me}: {why} within {time.monotonic() - began:.3g} s"
+            raise GroupIncomplete(text, hint="all shards of a replica register, all with boxes or all without")
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, MAX_SIBLING_AGAIN_S)
+    others = {view.shards for view in mine.values()}
+    if others != {shards}:
+        raise GroupMismatch(f"shards of {me.replica} say that there are {sorted(others)} of them")
+    return found
+
+
 class _Asked:
     """One question, and how long its asker waits for the answer."""
 
@@ -284,3 +335,169 @@ def _error(status: int, body: bytes, options: Options) -> Exception:
     if status == 404:
         return TensorHubError(f"what answers at {options.server} is no reference server (HTTP 404)")
     return _Away(STATUSES.get(status, f"HTTP {status} {text}"))
+
+
+SCHEME = "tcp://"
+SOURCE_S = 5.0  # for one of several to answer
+TRIES = 3  # all who were said to have it have left it meanwhile: others have it now
+AGAIN_S = 0.3
+
+
+async def layout_of(options: Options, model: str, spec: Spec, deadline: float) -> LayoutView:
+    """The layout of every shard of one version; of one with boxes that of the whole, as `load` gives it."""
+    while True:
+        laid = await layouts_of(options, model, spec, deadline)
+        version, layouts, is_whole = laid.version, laid.layouts, bool(laid.cut_by)
+        try:
+            if is_whole:
+                layouts = [await whole_layout_of(options, model, laid, deadline)]
+        except SourceLost:  # its replicas come and go
+            if time.monotonic() + AGAIN_S >= deadline:
+                raise
+            await asyncio.sleep(AGAIN_S)
+            continue
+        shards = tuple(tuple(TensorView(t.name, t.dtype, t.shape) for t in layout.tensors) for layout in layouts)
+        ties = tied(layouts[0]) if is_whole else ()
+        return LayoutView(model, version, sum(layout.size_bytes for layout in layouts), shards, is_whole, ties)
+
+
+class Laid(NamedTuple):
+    """A version, how each of its shards lies in memory, and the replicas that have it cut with boxes, if it is."""
+
+    version: int
+    layouts: list[Layout]
+    cut_by: tuple[str, ...]
+
+
+async def layouts_of(options: Options, model: str, spec: Spec, deadline: float) -> Laid:
+    """Of the version that the spec means now."""
+    first, layout = await wait_for_description(options, model, spec, 0, deadline)
+    others = range(1, first.shards)
+    more = [await wait_for_description(options, model, first.version, shard, deadline) for shard in others]
+    replicas = (source.worker.removeprefix(f"{model}/").rpartition("[")[0] for source in first.sources)
+    cut_by = tuple(dict.fromkeys(replicas)) if is_tiled(Digest(first.root)) else ()
+    return Laid(first.version, [layout, *(each for _, each in more)], cut_by)
+
+
+async def whole_layout_of(options: Options, model: str, laid: Laid, deadline: float) -> Layout:
+    """All global tensors of a version that was published with boxes, whole, one after the other.
+
+    Raises `SourceLost` where no replica that has it is there in all its shards, `CorruptTransfer` where none of those
+    that are has boxes that can be.
+    """
+    found, wrong = await fetch_cuts(options, model, deadline), ""
+    for replica in laid.cut_by:
+        mine = {view.shard: view for view in found.shards if view.replica == replica}
+        if mine and len(mine) == next(iter(mine.values())).shards:
+            boxes = [found.boxes[each.boxes] for each in mine.values()]
+            try:
+                return await in_thread(partial(whole_layout, boxes), name="layout")
+            except UsageError as error:  # another replica may be what it says
+                wrong = wrong or f"{model}/{replica} has sent boxes that cannot be: {error}"
+    if wrong:
+        raise CorruptTransfer(wrong, hint="load another version, and look at its publisher")
+    text = f"no replica that has version {laid.version} of {model} is there with all its shards"
+    raise SourceLost(text, hint="retry: one that is about to come or go is there, or gone, by then")
+
+
+async def metadata_of(options: Options, model: str, spec: Spec, deadline: float) -> dict[str, Json]:
+    """Of the version that the spec means now. All its shards say the same, so the first is asked."""
+    for again in range(TRIES):
+        found, _ = await wait_for_description(options, model, spec, 0, deadline)
+        try:
+            return decode_metadata(await _fetch_metadata(options, model, found, deadline))
+        except SourceLost:
+            if again == TRIES - 1 or time.monotonic() + AGAIN_S >= deadline:
+                raise
+            await asyncio.sleep(AGAIN_S)
+    raise InvariantViolation("the last try returns or raises")
+
+
+async def _fetch_metadata(options: Options, model: str, found: DescribedView, deadline: float) -> bytes:
+    """From the first holder that gives a manifest with the right root."""
+    wrong: list[str] = []
+    for source in found.sources:
+        key = key_of(model, found.version, 0, on_host=source.from_host)
+        for endpoint in source.endpoints:
+            if endpoint.startswith(SCHEME):
+                try:
+                    return await _read_metadata(options, endpoint, key, found.root, deadline)
+                except TensorHubError as error:
+                    wrong.append(f"{source.worker}: {error}")
+        if time.monotonic() >= deadline:
+            break
+    text = f"nobody who holds version {found.version} of {model} has shown its manifest"
+    text = f"{text}: {'; '.join(wrong) or 'nobody serves by tcp'}"
+    if time.monotonic() >= deadline:
+        raise DeadlineExceeded(text, hint="retry with a longer timeout")
+    raise SourceLost(text, hint="is there a way from here to the workers? Whoever replicates the version has it too")
+
+
+async def _read_metadata(options: Options, endpoint: str, key: str, root: str, deadline: float) -> bytes:
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+    sink = _TilesSink(endpoint, root) if is_tiled(Digest(root)) else _ManifestSink(endpoint, root)
+
+    def end(error: TensorHubError | None) -> None:
+        if ended.done():
+            return
+        if error is not None:
+            ended.set_exception(error)
+        else:
+            ended.set_result(None)
+
+    job = Job(TcpSettings(token=options.token), endpoint, key, cast(Sink, sink))
+    read = TcpRead(job, lambda _: lambda error: hand_over(loop, end, error))
+    read.start()
+    try:
+        async with asyncio.timeout_at(min(deadline, time.monotonic() + SOURCE_S)):
+            await ended
+    except TimeoutError:
+        raise SourceLost(f"{endpoint} did not answer in time") from None
+    finally:
+        read.stop()
+    if sink.metadata is None:
+        raise SourceLost(f"{endpoint} was cut before it had shown its manifest")
+    return sink.metadata
+
+
+class _ManifestSink:
+    """Takes the manifest with that root, and wants no chunk. It is a stream of nothing at the same time."""
+
+    is_cross_site = False
+    is_checking = True
+
+    def __init__(self, endpoint: str, root: str) -> None:
+        self.metadata: bytes | None = None
+        self.size_bytes, self.chunk_bytes = 0, 1
+        self._endpoint, self._root = endpoint, root
+
+    @property
+    def stream(self) -> ByteStream:
+        return cast(ByteStream, self)
+
+    def begin(self, manifest: bytes) -> Sequence[int]:
+        found = decode_manifest(manifest)
+        if found.root() != self._root:
+            raise CorruptTransfer(f"{self._endpoint} has shown the manifest of something else")
+        self.metadata, self.size_bytes, self.chunk_bytes = found.metadata, found.size_bytes, found.chunk_bytes
+        return ()
+
+
+class _TilesSink(_ManifestSink):
+    """The same of content in tiles, of which it wants no piece."""
+
+    def __init__(self, endpoint: str, root: str) -> None:
+        super().__init__(endpoint, root)
+        self.batches = Batches.of(array("q"), [], 0)
+
+    def begin(self, manifest: bytes) -> Sequence[int]:
+        from ..reshard.wire import decode_cut  # with numpy, which nothing else here needs
+
+        found = decode_cut(manifest, Digest(self._root))
+        self.metadata = found.manifest.metadata
+        self.batches = replace(self.batches, source_bytes=found.table.size_bytes)
+        return ()
+
+    def wrong_tile(self, tile: int) -> TensorHubError:
+        return CorruptTransfer(f"{self._endpoint} has sent a tile of which no byte was wanted")

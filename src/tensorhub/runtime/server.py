@@ -33,8 +33,8 @@ from ..protocol.status import Status
 from ..server import Server
 from .admission import Accepted, Descriptors, Names, Stranger, Strangers
 from .answers import Answers, Shown
-from .codec import Malformed, OddNumber, decode_to_server, encode
 from .config import OTHER_HOST
+from .connection import Malformed, OddNumber, decode_to_server, encode
 
 # --- One worker's WebSocket as the reference server sees it.
 #

@@ -5,10 +5,10 @@ import logging
 import time
 import weakref
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ..memory.host_memory import size_text
 from ..memory.registration import Registration
@@ -27,7 +27,7 @@ from ..protocol.messages import Failure, Grant
 from ..protocol.names import Ticket, Version, WorkerId
 from ..reshard.copies import check_coverage
 from ..reshard.read import Across, Leg, Offer, TiledVersion, decoded, version_from
-from ..transport.base import Read, Transport, Way
+from ..transport.base import Read, Way
 from ..transport.threads import as_ours
 from ..worker.events import (
     AcrossOpened,
@@ -45,10 +45,9 @@ from ..worker.events import (
     StopPart,
 )
 from .config import Options
-from .content import MEASURE_EVERY_S, Content, Meter, Received, Routes, key_of
+from .content import MEASURE_EVERY_S, Content, Looking, Meter, Touch, Trusted, TrustedLeg, key_of
 from .loops import in_thread
-from .publishing import siblings
-from .trust import Lease, Looking, Touch, Trusted, TrustedLeg
+from .questions import siblings
 
 if TYPE_CHECKING:
     from .dataplane import DataPlane
@@ -106,48 +105,6 @@ def _tensors(offers: Iterable[Offer]) -> tuple[GlobalTensor, ...]:
 OUR_OWN = (UsageError, HostMemoryFull)  # errors for which no source is to blame, and that no other one would mend
 
 
-class Plane(Protocol):
-    """What such a read asks of the worker's data plane."""
-
-    chunk_bytes: int
-
-    @property
-    def me(self) -> WorkerId: ...
-
-    @property
-    def registration(self) -> Registration | None: ...
-
-    @property
-    def received(self) -> Received: ...
-
-    @property
-    def transports(self) -> Mapping[str, Transport]: ...
-
-    @property
-    def routes(self) -> Routes: ...
-
-    @property
-    def lease(self) -> Lease: ...
-
-    def tell(self, event: Event) -> None: ...
-
-    def wake(self, function: Callable[..., None], *arguments: object) -> None: ...
-
-    async def derive(self, offers: Sequence[Offer], *, is_across: bool) -> TiledVersion: ...
-
-    def adopt(self, grant: Grant, tiled: TiledVersion) -> Content: ...
-
-    def failure(self, error: TensorHubError) -> Failure: ...
-
-    def not_ahead(self, version: Version, error: TensorHubError) -> None: ...
-
-    def export(self, content: Content, tiled: TiledVersion, then: Callable[[], None]) -> None: ...
-
-    def touched(self, ticket: Ticket, grant: Grant, content: Content) -> None: ...
-
-    def forget(self, ticket: Ticket) -> None: ...
-
-
 class State(Enum):
     """How far a read is."""
 
@@ -201,10 +158,10 @@ TELL_EVERY_S = 0.05
 class Telling:
     """The half of a read that only looks. Progress is told at most every 50 ms, and not before it was started."""
 
-    def __init__(self, plane: Plane, ticket: Ticket, *, is_across: bool) -> None:
+    def __init__(self, plane: "TilePlane", ticket: Ticket, *, is_across: bool) -> None:
         self.ticket = ticket
         self.content: Content | None = None
-        self.plane = plane
+        self.plane, self.data = plane, plane.data
         self.is_across = is_across
         self.state = State.LOOKING
         self.parts: dict[Ticket, Part] = {}
@@ -215,13 +172,13 @@ class Telling:
         self._is_waking = False
 
     def tell(self, event: Event) -> None:
-        self.plane.tell(event)
+        self.data.tell(event)
 
     def stored(self) -> None:
         """In a transport's thread: more is in place. Wakes the loop, unless it is about to look anyway."""
         if not self._is_waking:
             self._is_waking = True
-            self.plane.wake(self._look_at_progress)
+            self.data.wake(self._look_at_progress)
 
     def _look_at_progress(self) -> None:
         self._is_waking = False  # before looking: what is stored from now on wakes us
@@ -240,7 +197,7 @@ class Telling:
     def tell_progress(self) -> None:
         for part in self.parts.values():
             if part.read is not None:
-                self.plane.received.count(part)
+                self.data.received.count(part)
         progress = self.content.progress if self.content is not None else None
         if progress is not None and progress.prefix != self._told and self.is_begun:
             self._told = progress.prefix
@@ -271,7 +228,7 @@ class Telling:
         found = part.meter.average()
         _log.info(
             "%s has read %s of version %d from %s in pieces by %s (%s) at %.1f MiB/s%s",
-            *(self.plane.me, size_text(found.arrived_bytes), part.grant.version, part.grant.source),
+            *(self.data.me, size_text(found.arrived_bytes), part.grant.version, part.grant.source),
             *(part.way.scheme, found.path, found.rate_bytes_per_s / 2**20),
             f"; not by {part.way.why}" if part.way.why else "",
         )
@@ -299,13 +256,15 @@ NO_ROOM_S = 1.0
 class TileReading(Telling):
     """One read, from its grants to its end."""
 
-    def __init__(self, plane: Plane, ticket: Ticket, grants: Sequence[Grant], *, is_across: bool, starts: bool) -> None:
+    def __init__(
+        self, plane: "TilePlane", ticket: Ticket, grants: Sequence[Grant], *, is_across: bool, starts: bool
+    ) -> None:
         """`starts`: bytes are wanted as soon as it is known what it is."""
         super().__init__(plane, ticket, is_across=is_across)
         self.starts = starts
         self._grant = grants[0]
         self.parts = {grant.ticket: Part(grant) for grant in grants}
-        self._touch = Touch(plane.lease, lambda: plane.wake(self._touched))
+        self._touch = Touch(plane.data.lease, lambda: plane.data.wake(self._touched))
         self._thinks = False  # a thread derives or plans
         self._is_stuck = False  # what is open is in none of the sources that there are
         self._ending: tuple[bool, Failure | None] = (False, None)
@@ -376,7 +335,7 @@ class TileReading(Telling):
 
     def _awaits_others(self, asked: Sequence[Part]) -> bool:
         """What none of those has may be what another source has, which is known, or is to be named."""
-        mine = self.plane.registration
+        mine = self.data.registration
         may_help = mine is not None and mine.shares is None  # else whatever they have
         return may_help and (self._lacks_one or any(part not in asked for part in self._live))
 
@@ -395,12 +354,12 @@ class TileReading(Telling):
                 self.content = self.plane.adopt(self._grant, tiled)
                 self.plane.export(self.content, tiled, self._exported)
             except TensorHubError as no_room:
-                self.plane.not_ahead(self._grant.version, no_room)
-                ending = partial(self._end_soon, complete=False, failure=self.plane.failure(no_room))
+                self.data.copies.not_ahead(self._grant.version, no_room)
+                ending = partial(self._end_soon, complete=False, failure=self.data.failure(no_room))
                 self.timers["end"] = self.loop.call_later(NO_ROOM_S, ending)
                 return
         if error is not None:
-            self._end_soon(complete=False, failure=self.plane.failure(error))
+            self._end_soon(complete=False, failure=self.data.failure(error))
 
     def _exported(self) -> None:
         """Peers may read it as it comes, and nothing else has its key."""
@@ -478,16 +437,16 @@ class TileReading(Telling):
                 self._part_over(part, brought=True)
 
     def _noted(self, _: object, error: TensorHubError | None) -> None:
-        self._end_soon(complete=error is None, failure=self.plane.failure(error) if error is not None else None)
+        self._end_soon(complete=error is None, failure=self.data.failure(error) if error is not None else None)
 
     def _planned(self, live: Sequence[Part], legs: Sequence[Leg] | None, error: TensorHubError | None) -> None:
         if isinstance(error, LayoutMismatch):  # of what is missing they do not have all
             self._is_stuck = all(part in live for part in self._live)  # until there is one more
             if not self._awaits_others(live):
                 text = f"{', '.join(str(part.grant.source) for part in live)} have not all that is missing: {error}"
-                self._end_soon(complete=False, failure=self.plane.failure(SourceLost(text)))
+                self._end_soon(complete=False, failure=self.data.failure(SourceLost(text)))
         elif error is not None:
-            self._end_soon(complete=False, failure=self.plane.failure(error))
+            self._end_soon(complete=False, failure=self.data.failure(error))
         for leg in legs or ():
             part = live[leg.number]
             if part.is_over or part.is_stopped or self._is_done:
@@ -499,13 +458,13 @@ class TileReading(Telling):
     def _read(self, part: Part, sink: Looking | TrustedLeg) -> None:
         """Begin on the best way that works, or go on with the next one."""
         try:
-            part.ways = part.ways or self.plane.routes.to(part.grant)
+            part.ways = part.ways or self.data.routes.to(part.grant)
             way = part.way = part.ways.pop(0)
-            part.sink, part.counted_bytes, grant, me = sink, 0, part.grant, self.plane.me
+            part.sink, part.counted_bytes, grant, me = sink, 0, part.grant, self.data.me
             key = key_of(me.model, grant.version, grant.source.shard, on_host=grant.from_host)
-            transport = self.plane.transports[way.scheme]
+            transport = self.data.transports[way.scheme]
             part.read = transport.read(
-                way.endpoint, key, sink, lambda error: self.plane.wake(self._read_over, part, sink, error)
+                way.endpoint, key, sink, lambda error: self.data.wake(self._read_over, part, sink, error)
             )
             part.meter = Meter(part.read)
         except TensorHubError as error:
@@ -516,12 +475,12 @@ class TileReading(Telling):
         """In the loop, after the last byte of one read of a part."""
         if part.sink is not sink or part.read is None:
             return
-        self.plane.received.count(part)
+        self.data.received.count(part)
         self.log_read(part)
         part.before_bytes += part.read.received_bytes
         part.read, part.counted_bytes = None, 0
         if isinstance(error, TransportMissing) and not sink.is_stopped and part.way is not None:
-            self.plane.routes.failed(part.way, part.grant, error)
+            self.data.routes.failed(part.way, part.grant, error)
             part.ways = []
             self._read(part, sink)
             return
@@ -552,7 +511,7 @@ class TileReading(Telling):
         elif isinstance(error, SessionLost):
             self._lose()
         elif isinstance(error, OUR_OWN):
-            self._end_soon(complete=False, failure=self.plane.failure(error))
+            self._end_soon(complete=False, failure=self.data.failure(error))
         elif error is not None or left:
             self._failed(part, error or SourceLost(f"{part.grant.source} ended the read before its last piece"))
         else:
@@ -568,8 +527,8 @@ class TileReading(Telling):
     # --- how parts end ------------------------------------------------------------------------------------------------
 
     def _failed(self, part: Part, error: TensorHubError) -> None:
-        _log.info("%s: reading version %d from %s: %s", self.plane.me, part.grant.version, part.grant.source, error)
-        self._part_over(part, failure=self.plane.failure(error))
+        _log.info("%s: reading version %d from %s: %s", self.data.me, part.grant.version, part.grant.source, error)
+        self._part_over(part, failure=self.data.failure(error))
 
     def _stopped(self, part: Part, *, brought: bool = False) -> None:
         if not part.is_over:
@@ -622,7 +581,7 @@ class TileReading(Telling):
         self.plane.forget(self.ticket)
         complete, failure = self._ending
         if failure is not None:
-            _log.info("%s: reading version %d: %s", self.plane.me, self._grant.version, failure.message)
+            _log.info("%s: reading version %d: %s", self.data.me, self._grant.version, failure.message)
         self.tell(ReadEnded(self.ticket, complete, failure))
 
     def let_go(self) -> None:
@@ -635,7 +594,7 @@ class TileReading(Telling):
     def _touched(self) -> None:
         """In the loop, once."""
         if self.content is not None and self.state is not State.OVER:
-            self.plane.touched(self.ticket, self._grant, self.content)
+            self.data.touched(self.ticket, self._grant, self.content)
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -653,7 +612,7 @@ class TileReading(Telling):
                 if not self._is_done or found is not None:
                     then(found, error)
             except Exception as wrong:  # noqa: BLE001 - the same
-                self._end_soon(complete=False, failure=self.plane.failure(known(wrong, self._grant.version)))
+                self._end_soon(complete=False, failure=self.data.failure(known(wrong, self._grant.version)))
             if self.state is State.ENDING:
                 self._advance()
 
@@ -678,7 +637,7 @@ class TilePlane:
         self.reading: TileReading | None = None
         self.covering: Covering | None = None  # else whoever reads here reads what it has boxes for
         self._taken: Version | None = None  # a host copy that the machine does not count before the read is started
-        self._data = data
+        self.data = data
 
     # --- what the machine wants ---------------------------------------------------------------------------------------
 
@@ -702,7 +661,7 @@ class TilePlane:
     def read(self, grant: Grant, *, is_only_opened: bool) -> None:
         """Out of one source that has the same layout."""
         if grant.shares:  # the machine takes it for an ordinary one from now on
-            self._data.call_soon(self.tell, NotShared(grant.ticket))
+            self.data.call_soon(self.data.tell, NotShared(grant.ticket))
         reading = self.reading
         if reading is not None and reading.ticket == grant.ticket:
             if not is_only_opened:
@@ -721,42 +680,9 @@ class TilePlane:
 
     # --- what a read asks ---------------------------------------------------------------------------------------------
 
-    @property
-    def me(self) -> WorkerId:
-        return self._data.me
-
-    @property
-    def registration(self) -> Registration | None:
-        return self._data.registration
-
-    @property
-    def received(self) -> Received:
-        return self._data.received
-
-    @property
-    def transports(self) -> Mapping[str, Transport]:
-        return self._data.transports
-
-    @property
-    def routes(self) -> Routes:
-        return self._data.routes
-
-    @property
-    def lease(self) -> Lease:
-        return self._data.lease
-
-    def tell(self, event: Event) -> None:
-        self._data.tell(event)
-
-    def wake(self, function: Callable[..., None], *arguments: object) -> None:
-        self._data.wake(function, *arguments)
-
-    def key(self, version: Version, *, on_host: bool = False) -> str:
-        return self._data.key(version, on_host=on_host)
-
     async def derive(self, offers: Sequence[Offer], *, is_across: bool) -> TiledVersion:
         """What the registered tensors will be once they are filled from these. Raises as `version_from`, `Covering`."""
-        registration, chunk_bytes = self.registration, self.chunk_bytes
+        registration, chunk_bytes = self.data.registration, self.chunk_bytes
         assert registration is not None, "reading without registered memory"
         found = await in_thread(lambda: version_from(registration, offers, chunk_bytes), name="tiles")
         if is_across and self.covering is not None and not registration.is_partial:
@@ -768,7 +694,7 @@ class TilePlane:
 
         Raises `HostMemoryFull`, `UsageError`, `VersionConflict`.
         """
-        data, root = self._data, tiled.root()
+        data, root = self.data, tiled.root()
         assert data.registration is not None, "reading without registered memory"
         if grant.to_host:
             is_taken, reading = data.copies.has(grant.version), self.reading
@@ -782,7 +708,7 @@ class TilePlane:
                 if known is not None and known.is_of(grant.version, root) and isinstance(known.fill, Across):
                     return known
             data.forget_incoming()
-            content = Content(grant.version, root, self.key(grant.version), data.registration)
+            content = Content(grant.version, root, self.data.key(grant.version), data.registration)
         held = weakref.ref(content)
         content.fill = Across(
             content.registration,
@@ -796,38 +722,26 @@ class TilePlane:
             data.incoming = content
         return content
 
-    def failure(self, error: TensorHubError) -> Failure:
-        """As the machine and the server hear of it."""
-        return self._data.failure(error)
-
-    def not_ahead(self, version: Version, error: TensorHubError) -> None:
-        """There is no room for that copy."""
-        self._data.copies.not_ahead(version, error)
-
     def export(self, content: Content, tiled: TiledVersion, then: Callable[[], None]) -> None:
         """Let peers read behind us, once nothing else has that key; `then` follows."""
         if content.manifest is not None:
-            self._data.call_soon(then)
+            self.data.call_soon(then)
             return
-        self._data.once_free(content.key, partial(self._exported, content, tiled, then))
+        self.data.once_free(content.key, partial(self._exported, content, tiled, then))
 
     def _exported(self, content: Content, tiled: TiledVersion, then: Callable[[], None]) -> None:
         assert isinstance(content.fill, Across), "tiles of what has none"
-        self._data.unserved = content.export(self._data.transports, tiled, content.fill.progress)
-        self._data.call_soon(then)
-
-    def touched(self, ticket: Ticket, grant: Grant, content: Content) -> None:
-        """The read may be writing: what the memory held before is gone."""
-        self._data.touched(ticket, grant, content)
+        self.data.unserved = content.export(self.data.transports, tiled, content.fill.progress)
+        self.data.call_soon(then)
 
     def forget(self, ticket: Ticket) -> None:
         """That read is over."""
         if self.reading is not None and self.reading.ticket == ticket:
             self.reading = None
-            taken, self._taken, copies = self._taken, None, self._data.copies
+            taken, self._taken, copies = self._taken, None, self.data.copies
             if taken is not None:
                 gone = copies.let_go_of(taken)
-                self._data.begin_for(copies.key(taken), lambda: gone)
+                self.data.begin_for(copies.key(taken), lambda: gone)
 
     def let_go(self) -> None:
         """All is closed: what was not told to stop has ended too."""
