@@ -173,7 +173,7 @@ def server_setting_table() -> str:
     ]
     rows = [
         (code(row.name), code(row.variable), code(row.default), cell(row.text), why)
-        for row, why in ((known[name], why) for name, why in fields)
+        for row, why in ((known[name], why) for name, why in fields if name in known)
     ]
     return table(("setting", "variable", "default", "meaning", "why that much"), rows)
 

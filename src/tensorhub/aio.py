@@ -232,7 +232,7 @@ class Weights(Worker):
         copies in host memory are read and prefetched on. Does nothing while suspended. Raises as `unpublish` does.
         """
         deadline, suspension = self._deadline(timeout), self._client.suspension
-        self._client.turn.check("suspend")
+        self._client.call_lock.check("suspend")
         suspension.check_registered()
         await self._here(self._client.operate("unpublish", "", deadline))
         await self._here(suspension.begin(deadline))
@@ -293,7 +293,7 @@ class Weights(Worker):
         """
         await self._claim(version, timeout, metadata)
         try:
-            with self._client.turn.block_of(version):
+            with self._client.call_lock.block_of(version):
                 yield
         except BaseException:
             self._drop_claim()

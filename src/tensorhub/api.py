@@ -130,7 +130,7 @@ class Weights(aio.Worker, Blocking[aio.Weights]):
         claiming = self._aio._claim(version, timeout, metadata)
         self._wait(claiming, timeout, f"mutating(version={version!r})", undo=self._aio._unclaim)
         try:
-            with self._client.turn.block_of(version):
+            with self._client.call_lock.block_of(version):
                 yield
         except BaseException:
             self._aio._drop_claim()

@@ -89,7 +89,7 @@ class Several:
             self._claim(version, timeout, begun)
             with ExitStack() as blocks:
                 for member in self._members:
-                    blocks.enter_context(member._client.turn.block_of(version))
+                    blocks.enter_context(member._client.call_lock.block_of(version))
                 yield
         except BaseException:
             for member in begun:

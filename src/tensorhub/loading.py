@@ -3,16 +3,24 @@
 Nothing of the caller's is registered, and nothing needs to be known before but the model's name.
 """
 
+import asyncio
+import dataclasses
 import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Unpack
+from uuid import uuid4
 
-from .protocol.errors import UsageError
-from .protocol.manifest import Json
+from .memory.host_memory import allocate
+from .memory.registration import Registration, register
+from .protocol.errors import UsageError, VersionUnavailable
+from .protocol.layout import Box
+from .protocol.manifest import Json, Layout
 from .protocol.messages import Spec
+from .runtime.client import Client
 from .runtime.config import LoadArguments, Options, check_arguments, check_name, open_options, parse_seconds
-from .runtime.loops import loop_thread
-from .runtime.opening import Filled, fill_all
-from .runtime.questions import spec_of_text
+from .runtime.loops import in_thread, loop_thread
+from .runtime.opening import open_client
+from .runtime.questions import layouts_of, spec_of_text, whole_layout_of
 
 if TYPE_CHECKING:
     from .memory.registration import type_of_tensor
@@ -22,6 +30,11 @@ else:
     type_of_tensors = dict
 
 
+LEAVE_S = 5.0  # for those who have begun to read from us meanwhile
+LEAVE_SHARE = 0.1  # of the time for all of it, at most
+AGAIN_S = 0.2  # the newest version was lost between two questions: the next one is about to come
+
+
 class Loaded(type_of_tensors):
     """The tensors of one shard of a version, by name: a dict that says what it is a version of.
 
@@ -29,11 +42,9 @@ class Loaded(type_of_tensors):
     the publisher registered. What shares memory there (tied weights) shares it here.
     """
 
-    def __init__(self, filled: Filled, model: str) -> None:
-        super().__init__(filled.tensors)
-        self.model = model
-        self.version = filled.version
-        self.metadata: dict[str, Json] = filled.metadata
+    def __init__(self, tensors: type_of_tensors, model: str, version: int, metadata: dict[str, Json]) -> None:
+        super().__init__(tensors)
+        self.model, self.version, self.metadata = model, version, metadata
 
     def __repr__(self) -> str:
         return f"<{len(self)} tensors of {self.model}@{self.version}>"
@@ -69,8 +80,7 @@ async def run(wanted: Asked, *, only_one: bool) -> list[Loaded]:
             text = f"{wanted.model} has {shards} shards, each with tensors of its own"
             raise UsageError(text, hint="load_shards() returns a mapping for each of them")
 
-    filled = await fill_all(wanted.options, wanted.model, wanted.spec, wanted.deadline, check=check)
-    return [Loaded(each, wanted.model) for each in filled]
+    return await _fill_all(wanted.options, wanted.model, wanted.spec, wanted.deadline, check=check)
 
 
 async def load_async(
@@ -117,3 +127,77 @@ load.__doc__, load_shards.__doc__ = load_async.__doc__, load_shards_async.__doc_
 
 def _load(wanted: Asked, what: str, *, only_one: bool) -> list[Loaded]:
     return loop_thread().wait(run(wanted, only_one=only_one), deadline=wanted.deadline, what=what)
+
+
+async def _fill_all(
+    options: Options, model: str, spec: Spec, deadline: float, *, check: Callable[[int], None] = lambda shards: None
+) -> list[Loaded]:
+    """Every shard of the version that the spec means. `check` may object to how many there are."""
+    options = dataclasses.replace(options, prefetch="never", retain=0, host_bytes=0)
+    while True:
+        laid = await layouts_of(options, model, spec, deadline)
+        try:
+            if laid.cut_by:  # however many shards it has: what they are parts of is whole here
+                whole = await whole_layout_of(options, model, laid, deadline)
+                return await _fill(options, model, laid.version, [whole], deadline, boxes={})
+            check(len(laid.layouts))
+            return await _fill(options, model, laid.version, laid.layouts, deadline)
+        except VersionUnavailable:
+            if isinstance(spec, int) or time.monotonic() + AGAIN_S >= deadline:
+                raise
+            await asyncio.sleep(AGAIN_S)  # "latest" is another one by now
+
+
+async def _fill(
+    options: Options,
+    model: str,
+    version: int,
+    layouts: list[Layout],
+    deadline: float,
+    *,
+    boxes: "Mapping[str, Sequence[Box]] | None" = None,
+) -> list[Loaded]:
+    made = await _allocated(layouts, boxes)
+    replica, clients = f"load-{uuid4().hex[:12]}", list[Client]()
+    leave_s = min(LEAVE_S, LEAVE_SHARE * (deadline - time.monotonic()))
+    try:
+        for shard, (_, registration) in enumerate(made):
+            till_s = deadline - leave_s
+            opening = open_client(model, replica, shard, len(made), False, options, till_s, is_passing=True)
+            clients.append(await opening)
+            await clients[-1].register(registration, till_s)
+        await _replicate(clients, version, deadline - leave_s)
+        said = [client.metadata or {} for client in clients]
+    finally:
+        leaving = (client.close(time.monotonic() + leave_s) for client in clients)
+        await asyncio.gather(*leaving, return_exceptions=True)
+    return [Loaded(tensors, model, version, words) for (tensors, _), words in zip(made, said, strict=True)]
+
+
+async def _allocated(
+    layouts: list[Layout], boxes: "Mapping[str, Sequence[Box]] | None" = None
+) -> "list[tuple[dict[str, type_of_tensor], Registration]]":
+    """Uninitialised tensors for each shard, and what `register` makes of them."""
+    return await in_thread(lambda: [_made_to_load(layout, boxes) for layout in layouts], name="allocate")
+
+
+def _made_to_load(
+    layout: Layout, boxes: "Mapping[str, Sequence[Box]] | None"
+) -> "tuple[dict[str, type_of_tensor], Registration]":
+    """In a thread: the first who needs torch waits seconds for it."""
+    tensors = allocate(layout)
+    registration = register(tensors, boxes=boxes)
+    if boxes is None and registration.layout_digest != layout.digest():
+        raise UsageError(f"tensors laid out as {len(layout.tensors)} published ones cannot be made here")
+    return tensors, registration
+
+
+async def _replicate(clients: list[Client], version: int, deadline: float) -> None:
+    """On all shards at once. One that fails fails for all of them."""
+    calls = [asyncio.ensure_future(client.operate("replicate", version, deadline)) for client in clients]
+    try:
+        await asyncio.gather(*calls)
+    finally:
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)

@@ -10,9 +10,9 @@ from msgspec.structs import replace
 
 import tensorhub
 from runtime.kit import eventually, in_threads
-from tensorhub import aio
+from tensorhub import aio, loading
 from tensorhub.protocol.manifest import Layout, TensorSpec
-from tensorhub.runtime import answers, opening
+from tensorhub.runtime import answers
 
 SAID = {"step": 3}
 
@@ -122,7 +122,7 @@ def test_what_a_publisher_says_of_its_tensors_is_checked_before_memory_is_laid_o
     trainer.register({"w": np.zeros(4, np.float32)}, boxes=boxes)
     trainer.publish(1)
     describe, cuts_of = answers.describe, answers.cuts_of
-    monkeypatch.setattr(opening, "allocate", lambda layout: pytest.fail(f"memory for {layout}"))
+    monkeypatch.setattr(loading, "allocate", lambda layout: pytest.fail(f"memory for {layout}"))
     if boxes is None:
         evil = Layout((TensorSpec("w", "object", (4,), (1,), 0, 16),), 16).encode()
         monkeypatch.setattr(answers, "describe", lambda *given: replace(describe(*given), layout=evil))

@@ -316,7 +316,7 @@ def test_close_during_a_call_ends_the_call(join):
     reader, _ = join("r")
 
     def close_soon():
-        eventually(lambda: reader._aio._client.turn.calling == "replicate")
+        eventually(lambda: reader._aio._client.call_lock.calling == "replicate")
         reader.close()
 
     error, _ = in_threads(lambda: reader.replicate("latest", timeout=30), close_soon)
@@ -327,7 +327,7 @@ def test_one_call_at_a_time(join):
     reader, _ = join("r")
     waiting = threading.Thread(target=lambda: in_threads(lambda: reader.replicate("latest", timeout=1)))
     waiting.start()
-    eventually(lambda: reader._aio._client.turn.calling)
+    eventually(lambda: reader._aio._client.call_lock.calling)
     with pytest.raises(tensorhub.UsageError, match="has not ended"):
         reader.update()
     waiting.join(5)

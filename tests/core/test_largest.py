@@ -4,8 +4,6 @@ Whatever outgrows the limit is refused, and again with each report: the worker w
 made as long as it can be at once: names of 200 characters of four bytes, every table full, every text endless.
 """
 
-from tensorhub.runtime.codec import MAX_ENDPOINTS, MAX_WORD, decode_to_server, decode_to_worker, encode
-
 from tensorhub.protocol.messages import (
     HIGHEST_VERSION,
     MAX_COPIES,
@@ -25,6 +23,7 @@ from tensorhub.protocol.messages import (
     add_up,
 )
 from tensorhub.protocol.names import MAX_NAME, Digest, Number, ReplicaName, Shard, Ticket, Version, worker_id
+from tensorhub.runtime.connection import MAX_ENDPOINTS, MAX_WORD, decode_to_server, decode_to_worker, encode
 from tensorhub.server.admission import MAX_SHARDS
 from tensorhub.server.groups import GroupCall, Replica
 from tensorhub.worker import events

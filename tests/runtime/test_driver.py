@@ -15,7 +15,7 @@ import tensorhub
 from tensorhub.protocol.errors import InvariantViolation
 from tensorhub.runtime import client
 from tensorhub.runtime import driver as long_waits
-from tensorhub.runtime.cast_state import Behind
+from tensorhub.runtime.cast_state import BackgroundUnpublish
 from tensorhub.runtime.connection import FIRST_RETRY_S, LAST_RETRY_S, SOON_RETRY_S, SOON_S, retry_delay_s
 from tensorhub.runtime.loops import loop_thread
 from tensorhub.runtime.serving import ServerThread
@@ -141,7 +141,7 @@ def test_an_unpublish_behind_its_caller_is_not_granted_by_the_end_of_its_worker(
         await driver.end(time.monotonic() + 1)
         raise tensorhub.Closed("it")
 
-    begun = Behind(driver).begin(work(), time.monotonic() + 20)
+    begun = BackgroundUnpublish(driver).begin(work(), time.monotonic() + 20)
     with within(8), pytest.raises(tensorhub.Closed):
         loop_thread().wait(begun, deadline=time.monotonic() + 20, what="it")
     weights.close(timeout=1)

@@ -34,7 +34,7 @@ HELD_HINT = "unpublish(), then publish a higher number; mutating(version=...) do
 BLOCK_HINT = "the block only changes the tensors; its end publishes them, and an exception in it does not"
 
 
-class Turn:
+class CallLock:
     """Of one worker. Calls take it in the worker's loop, blocks in their caller's thread."""
 
     def __init__(self, me: WorkerId) -> None:
@@ -79,7 +79,7 @@ class Turn:
 # Used in the worker's loop only. It must never: let a second call begin while the first is under way.
 
 
-class Behind:
+class BackgroundUnpublish:
     """The unpublish that is under way behind the caller's back, if there is one."""
 
     def __init__(self, driver: Driver) -> None:
@@ -164,7 +164,7 @@ NOT_BACK = "the version that is held was not cast back into them"
 SLEPT = f"before they were suspended they were {SPOILED}"
 
 
-class Wholeness:
+class CastState:
     """Of one worker's tensors, or masters. Used in the worker's loop only."""
 
     def __init__(self, me: WorkerId) -> None:
@@ -275,8 +275,8 @@ class Wholeness:
 class Suspension:
     """Of one worker. Used in the worker's loop only, except for `again` and `is_suspended`."""
 
-    def __init__(self, driver: Driver, behind: Behind, turn: Turn) -> None:
-        self._driver, self._behind, self._turn = driver, behind, turn
+    def __init__(self, driver: Driver, unpublishing: BackgroundUnpublish, call_lock: CallLock) -> None:
+        self._driver, self._unpublishing, self._call_lock = driver, unpublishing, call_lock
         self._given: tuple[Callable[[], object], object, object, object] | None = (
             None  # what was registered; None while nothing is suspended
         )
@@ -302,11 +302,11 @@ class Suspension:
 
         Raises `UsageError` if another call has begun since the unpublish: a publish serves the tensors.
         """
-        with self._turn.of("suspend"):
+        with self._call_lock.of("suspend"):
             await self._begin(deadline)
 
     async def _begin(self, deadline: float) -> None:
-        await self._behind.over(deadline, "suspend()")
+        await self._unpublishing.over(deadline, "suspend()")
         worker, data, me = self._driver.worker, self._driver.data, self._driver.me
         if not await self._driver.until(lambda: worker.may_register, deadline):
             text = f"suspend() of {me}: its tensors are still touched by what came before"

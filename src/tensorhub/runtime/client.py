@@ -46,7 +46,7 @@ from ..reshard.grid import Grid
 from ..reshard.read import TiledVersion, grid_for, tiled_version
 from ..transport.base import Transport
 from ..worker.events import Called, ClaimDropped, Registered, Wished
-from .cast_state import HELD_HINT, Behind, Suspension, Turn, Wholeness
+from .cast_state import HELD_HINT, BackgroundUnpublish, CallLock, CastState, Suspension
 from .config import Options
 from .connection import encode
 from .content import Known, changed_tensors
@@ -222,7 +222,7 @@ _log = logging.getLogger(__name__)
 MORE_ROOM = "raise host_bytes, or give this process more memory"
 
 
-class Wishes:
+class Pins:
     """Of one worker. Used in the worker's loop only."""
 
     def __init__(self, me: WorkerId, driver: Driver) -> None:
@@ -309,12 +309,12 @@ class Client:
         self.options = options
         self.driver = Driver(hello, options, transports, why_in_vain=self._why_in_vain)
         self.callers = Callers(self._note_call)
-        self._behind = Behind(self.driver)
-        self.wishes = Wishes(self.me, self.driver)
-        self._wholeness = Wholeness(self.me)
+        self._unpublishing = BackgroundUnpublish(self.driver)
+        self.pins = Pins(self.me, self.driver)
+        self._cast_state = CastState(self.me)
         self.hello = hello
-        self.turn = Turn(self.me)
-        self.suspension = Suspension(self.driver, self._behind, self.turn)
+        self.call_lock = CallLock(self.me)
+        self.suspension = Suspension(self.driver, self._unpublishing, self.call_lock)
         self._closing: asyncio.Task[None] | None = None
 
     async def start(self, deadline: float) -> None:
@@ -327,14 +327,14 @@ class Client:
         A call that has failed may leave readers behind, who are being cut off: that is waited for.
         """
         self._check_usable()
-        await self._behind.over(None, "register()")
+        await self._unpublishing.over(None, "register()")
         worker = self.driver.worker
-        if not self.turn.calling and worker.held is None:
-            await self.driver.until(lambda: worker.may_register or bool(self.turn.calling), deadline)
+        if not self.call_lock.calling and worker.held is None:
+            await self.driver.until(lambda: worker.may_register or bool(self.call_lock.calling), deadline)
             self._check_usable()
-        if self.turn.calling or not worker.may_register:
+        if self.call_lock.calling or not worker.may_register:
             held = f"version {worker.held} is held" if worker.held is not None else "its tensors are still being read"
-            why = f"{self.turn.calling} has not ended" if self.turn.calling else held
+            why = f"{self.call_lock.calling} has not ended" if self.call_lock.calling else held
             raise NotDrained(f"register() on {self.me} while {why}", hint="unpublish() first")
 
     async def register(self, registration: Registration, deadline: float, *, is_resumed: bool = False) -> None:
@@ -351,8 +351,8 @@ class Client:
             raise UsageError(f"{text}; {MAX_LAYOUT_BYTES} B are the limit", hint=hint)
         most_copies = self.driver.data.register(registration)
         if self.hello.prefetch == "always":
-            self.wishes.warn_if_in_vain()
-        self._wholeness.registered(self.driver, is_resumed=is_resumed)
+            self.pins.warn_if_in_vain()
+        self._cast_state.registered(self.driver, is_resumed=is_resumed)
         size_bytes, digest = registration.size_bytes, registration.layout_digest
         self.suspension.over()
         self.driver.feed(Registered(layout, digest, size_bytes, most_copies))
@@ -369,29 +369,29 @@ class Client:
         """One group call that is no publish. Returns the version then held. `claim` is of an unpublish."""
         with self._one_call("mutating" if claim is not None else verb):
             called = Called(verb, spec, deadline, claim=claim, waits=waits)
-            await self._behind.over(deadline, f"{verb}()", partial(self.miss, called))
+            await self._unpublishing.over(deadline, f"{verb}()", partial(self.miss, called))
             registration = self.driver.data.registration
-            self._wholeness.check_whole(called, self.driver)
+            self._cast_state.check_whole(called, self.driver)
             if verb == "unpublish":
                 if registration is None or not registration.is_all_cast:  # readers may be in the caller's own tensors
                     return await self._carried(called)
-                await self._behind.begin(self._carried(called), deadline)
+                await self._unpublishing.begin(self._carried(called), deadline)
                 return None
             worker = self.driver.worker
             try:
                 self._check_in_place()
-                self._wholeness.check(registration, f"{verb}()")
+                self._cast_state.check(registration, f"{verb}()")
                 if registration is not None:
                     registration.check_fillable()
-                known = self.wishes.update_at_once(called, self.hello)
+                known = self.pins.update_at_once(called, self.hello)
             except UsageError as error:
                 self.driver.miss(called, error)
                 raise
             if worker.held is None:
-                self._wholeness.forget()
+                self._cast_state.forget()
             version = known if known is not None else await self._carried(called)
             held = worker.buffer if isinstance(worker.buffer, Holding) else None
-            await self._wholeness.give_back(registration, held, deadline)
+            await self._cast_state.give_back(registration, held, deadline)
             return version
 
     async def settled(
@@ -399,11 +399,11 @@ class Client:
     ) -> None:
         """No call goes on behind its caller's back. Raises what went wrong there (`missed` is told), or bars one."""
         with self._one_call(verb):
-            await self._behind.over(deadline, f"{verb}()", missed)
+            await self._unpublishing.over(deadline, f"{verb}()", missed)
 
     def miss(self, called: Called, why: BaseException) -> None:
         """Its siblings hear that it does not come to that call: once what is behind it is over, if it is not."""
-        self._behind.then(lambda: self.driver.miss(called, why))
+        self._unpublishing.then(lambda: self.driver.miss(called, why))
 
     async def _carried(self, called: Called) -> Version | None:
         """That call, from the machine's word to its end. Returns the version then held."""
@@ -421,7 +421,7 @@ class Client:
         if verb == "unpublish" and copies.spoiled is not None:
             raise self._lost(before, copies.spoiled)
         if verb != "unpublish" and worker.prefetch is not None and (called.spec != PREFETCHED or version != before):
-            self.wishes.wish(prefetch=None)  # what was fetched ahead has served its purpose
+            self.pins.wish(prefetch=None)  # what was fetched ahead has served its purpose
         return version
 
     def _lost(self, version: Version | None, why: Failure) -> NotDrained:
@@ -432,28 +432,28 @@ class Client:
 
     def drop_claim(self) -> None:
         """What the last unpublish has claimed will not be published. Any moment will do, and it never fails."""
-        self._behind.then(lambda: self.driver.feed(ClaimDropped()))
+        self._unpublishing.then(lambda: self.driver.feed(ClaimDropped()))
 
     async def prefetch(self, spec: Spec) -> None:
         """Fill a host copy with that version in the background, and with newer ones as they come if it is "latest"."""
         self._check_usable()
-        self.wishes.prefetch(spec)
+        self.pins.prefetch(spec)
 
     async def pin(self, version: Version, deadline: float) -> None:
         """Keep a version, however new others are. Raises `VersionUnavailable` if nobody has it."""
         self._check_usable()
-        await self.wishes.pin(version, self.options, deadline)
+        await self.pins.pin(version, self.options, deadline)
 
     async def unpin(self, version: Version, deadline: float) -> None:
         """Take a pin back. Does nothing where there was none."""
         self._check_usable()
-        await self.wishes.unpin(version, deadline)
+        await self.pins.unpin(version, deadline)
 
     async def publish(self, version: Spec, deadline: float, metadata: bytes | None = None) -> Version | None:
         """Hash what the tensors are now, and promise not to change it. Without metadata what is held keeps its own."""
         with self._one_call("publish"):
             missed = partial(self.miss, Called("publish", version, deadline))
-            await self._behind.over(deadline, f"publish({version!r})", missed)
+            await self._unpublishing.over(deadline, f"publish({version!r})", missed)
             for more in range(MAX_CUTS - 1, -1, -1):
                 try:
                     return await self._publish(version, deadline, metadata)
@@ -466,7 +466,7 @@ class Client:
         buffer = self.driver.worker.buffer
         root = buffer.root if isinstance(buffer, Holding) else Digest("")
         called = Called("publish", version, deadline, root)
-        self._wholeness.check_whole(called, self.driver)
+        self._cast_state.check_whole(called, self.driver)
         self.driver.check(called)
         try:
             self._check_in_place()
@@ -478,7 +478,7 @@ class Client:
             content, held = self.driver.data.content, self.driver.worker.held
             known = content.manifest if content is not None and held == content.version else None
             if registration is not None and held is not None and known is not None:
-                await self._wholeness.check_cast(registration, held, deadline)
+                await self._cast_state.check_cast(registration, held, deadline)
             manifest = await self._hashed(known, deadline, said)
             self._check_in_place()  # what was freed meanwhile, and its memory kept by the allocator, was hashed
         except BaseException as error:
@@ -488,7 +488,7 @@ class Client:
         self.driver.data.unserved = None
         root, words, grid = manifest.root(), digest_of_metadata(said), grid_of(manifest)
         if known is None:  # else nothing was cast
-            self._wholeness.published(root)
+            self._cast_state.published(root)
         published = await self.driver.call(Called("publish", version, deadline, root, metadata=words, grid=grid))
         if self.driver.data.unserved is not None:
             raise self.driver.data.unserved
@@ -502,7 +502,7 @@ class Client:
         registration = self.driver.data.registration
         assert registration is not None, "why_not_begin had seen a layout"
         if held is None:
-            await self._wholeness.cast(registration, deadline, f"publish of {self.me}")
+            await self._cast_state.cast(registration, deadline, f"publish of {self.me}")
         return await hashed(self.options, self.me, self.hello.shards, registration, held, metadata, deadline)
 
     def _metadata_of(self, version: Spec, metadata: bytes | None) -> bytes:
@@ -555,7 +555,7 @@ class Client:
     def version(self) -> Version | None:
         """The version held, whole and verified; None if there is none, or once this worker has gone."""
         is_written = self.driver.data.lease.is_touched and isinstance(self.driver.worker.buffer, Vacated)
-        is_none = self.driver.is_gone or is_written or self._wholeness.why_torn(self.driver)
+        is_none = self.driver.is_gone or is_written or self._cast_state.why_torn(self.driver)
         return None if is_none else self.driver.worker.held
 
     @property
@@ -582,7 +582,8 @@ class Client:
         for other in list(living):
             is_sibling = (other.me.model, other.me.replica) == (self.me.model, self.me.replica) and other is not self
             if is_sibling and other.options.server == self.options.server and other.is_idle_but_for(thread):
-                text = f"{self.turn.calling} of {self.me} waits for {other.me}, which only this waiting thread has used"
+                verb = self.call_lock.calling
+                text = f"{verb} of {self.me} waits for {other.me}, which only this waiting thread has used"
                 hint = "all shards call at the same time: a thread for each of them, or tensorhub.aio"
                 return UsageError(text, hint=hint)
         return None
@@ -594,26 +595,26 @@ class Client:
 
     def is_idle_but_for(self, thread: threading.Thread) -> bool:
         """It is in no call, and nobody but that thread may begin one."""
-        is_idle = not self.turn.calling and self._closing is None and not self.driver.is_gone
+        is_idle = not self.call_lock.calling and self._closing is None and not self.driver.is_gone
         return is_idle and self.callers.are_only(thread)
 
     async def _close(self, deadline: float) -> None:
         is_drained = await self.driver.leave(deadline)
-        self._behind.end()
+        self._unpublishing.end()
         if not is_drained and self.driver.broken is None:
             _log.warning("%s left without the server's word that nobody reads from it any more", self.me)
 
     def check_may_call(self, verb: str) -> None:
         """Raises `UsageError` or `Closed` if such a call may not begin now. Changes nothing."""
         self._check_usable()
-        self.turn.check(verb)
+        self.call_lock.check(verb)
         self.suspension.check(verb)
 
     @contextlib.contextmanager
     def _one_call(self, verb: str) -> Iterator[None]:
         """One call at a time: hashing belongs to the call, but the machine hears of it only afterwards."""
         self.check_may_call(verb)
-        with self.turn.of(verb):
+        with self.call_lock.of(verb):
             yield
 
     def _check_usable(self) -> None:

@@ -362,11 +362,13 @@ def parse_limit(value: object, what: str) -> int:
 
 def parse_retain(value: object, what: str) -> int:
     """A number of versions."""
-    try:
-        count = int(value) if isinstance(value, int | str) and not isinstance(value, bool) else -1
-    except ValueError:
-        count = -1
-    return check_integer(count if count >= 0 else value, what, least=0, most=256)
+    return _count(value, what, least=0, most=256)
+
+
+def _count(value: object, what: str, *, least: int, most: int) -> int:
+    """An integer, also as text."""
+    is_text = isinstance(value, str) and value.strip().lstrip("+-").isdecimal()
+    return check_integer(int(value) if is_text else value, what, least=least, most=most)  # type: ignore[call-overload]
 
 
 SWITCHES = {"yes": True, "true": True, "on": True, "1": True, "no": False, "false": False, "off": False, "0": False}
@@ -429,25 +431,16 @@ class Options:
     timeout_s: float = _option(300.0, parse_seconds, "how long every other call may take")
 
 
-_SERVER_TEXTS = {
+_SERVER_TEXTS = {  # of `Settings`, those that an operator may have a reason to change
     "default_retain": "newest versions of a model that no voluntary departure may lose, unless its workers want more",
     "keep_established": "keep the newest version that is whole outside its publisher until a newer one is",
-    "spot_heir_s": "how long who closes waits for a worker that nobody relies on to take what would be lost",
     "lease_s": "how long a worker that says nothing is believed to be alive",
     "report_s": "a worker says how things are at least this often",
-    "most_reports_per_s": "reports from all workers together: many workers say more seldom how things are",
     "drift": "a worker trusts its lease for (1 - drift) of it: the difference of two clocks' speeds",
-    "avoid_s": "for how long a source that failed a reader is that reader's last choice",
-    "rebalance_s": "how often a better source is looked for while a read goes on",
     "stalled_s": "for how long next to nothing may come from a source before its reader is given another",
     "slow_s": "over how long the rate of a read is measured",
-    "slow_times": "how many times slower than others a source may be before its reader is given another",
-    "leave_s": "for how long a source that was left because it is slow is that reader's last choice",
-    "most_failures": "reads that may fail in one call on one shard and bring nothing, before it is given up",
     "most_retain": "versions to keep that a worker may ask for",
-    "most_versions": "versions remembered of one model, held or not",
     "most_workers": "workers at a time",
-    "most_models": "models at a time",
 }
 
 
@@ -600,16 +593,16 @@ def server_settings(environ: Mapping[str, str] | None = None, **arguments: objec
     """What applies to a reference server's decisions. Raises `UsageError`."""
     environ = os.environ if environ is None else environ
     found: dict[str, object] = {}
-    for each in fields(Settings):
+    for each in _server_fields():
         given = _given(each, environ, arguments)
         if given is not None:
             least = 0 if each.name == "default_retain" else 1
             if isinstance(each.default, bool):
                 found[each.name] = parse_switch(*given)
             elif isinstance(each.default, int):
-                found[each.name] = _parse_count(*given, least=least)
+                found[each.name] = _count(*given, least=least, most=2**31)
             else:
-                found[each.name] = _parse_number(*given)
+                found[each.name] = parse_seconds(*given)
     settings = replace(Settings(), **found)  # type: ignore[arg-type]
     if settings.drift >= 1 or settings.report_s >= settings.trust_s:
         raise UsageError(
@@ -628,9 +621,13 @@ def table() -> list[Row]:
     ]
     server = [
         Row(each.name, variable_of(each.name), _shown(each), _SERVER_TEXTS[each.name], "server")
-        for each in fields(Settings)
+        for each in _server_fields()
     ]
     return worker + server
+
+
+def _server_fields() -> "list[Field[object]]":
+    return [each for each in fields(Settings) if each.name in _SERVER_TEXTS]
 
 
 def _given(
@@ -651,15 +648,3 @@ def _shown(each: "Field[object]") -> str:
     if isinstance(each.default, tuple):
         return ",".join(each.default)
     return "" if each.default in ("", None, MISSING) else str(each.default)
-
-
-def _parse_count(value: object, what: str, *, least: int) -> int:
-    try:
-        count = int(value) if isinstance(value, int | str) and not isinstance(value, bool) else None
-    except ValueError:
-        count = None
-    return check_integer(value if count is None else count, what, least=least, most=2**31)
-
-
-def _parse_number(value: object, what: str) -> float:
-    return parse_seconds(value, what)

@@ -23,7 +23,7 @@ from ..transport.threads import Thread, block_sigpipe, is_ending, no_thread, sta
 # own.
 #
 # A caller may be interrupted at any instruction (Ctrl-C). So the two share nothing that such a caller could leave
-# locked: only the loop changes an errand, whoever wants something of it puts that in the loop's queue, and what the
+# locked: only the loop changes a call, whoever wants something of it puts that in the loop's queue, and what the
 # caller waits for is a bare lock, or a future of its own loop, that the worker loop releases.
 #
 # It must never: keep the loop waiting for a caller, or lose a result that somebody has to take back.
@@ -34,7 +34,7 @@ Undo = Callable[[T], Coroutine[object, object, object]]
 _log = logging.getLogger(__name__)
 
 
-class Errand(Generic[T]):
+class CrossThreadCall(Generic[T]):
     """One piece of work, for one caller."""
 
     def __init__(
@@ -293,21 +293,21 @@ class LoopThread:
             with threads.named("it worked for a caller"):
                 return await work
         ended, settled = loop.create_future(), loop.create_future()
-        errand = Errand(
+        call = CrossThreadCall(
             *(self.loop, work),
             undo=undo,
             on_end=partial(release, ended, loop),
             on_settled=partial(release, settled, loop),
         )
         try:
-            errand.begin()
+            call.begin()
             await ended
             with threads.named("it worked for a caller"):
-                return errand.outcome()
+                return call.outcome()
         except BaseException:
-            if errand.abandon_unless_over():
+            if call.abandon_unless_over():
                 await asyncio.wait([settled], timeout=UNWIND_S)
-            del errand, work
+            del call, work
             raise
 
 
@@ -325,20 +325,20 @@ def wait_in(
         text = f"{what} cannot be waited for here: " + ("the interpreter ends" if sys.is_finalizing() else OUR_THREAD)
         raise UsageError(text, hint="a finaliser (__del__) runs where the collector does: let it close(), no more")
     ended, settled = held_lock(), held_lock()
-    errand = Errand(loop, work, undo=undo, on_end=ended.release, on_settled=settled.release)
+    call = CrossThreadCall(loop, work, undo=undo, on_end=ended.release, on_settled=settled.release)
     try:
-        errand.begin()
+        call.begin()
         if ended.acquire(timeout=max(0.0, deadline - time.monotonic()) + GRACE_S):
-            return errand.outcome()
-        errand.abandon()
+            return call.outcome()
+        call.abandon()
         check_unpatched()
         text = f"{what} did not end by its deadline: this process's worker thread does not get to run"
         text += f"; {limit}" if (limit := threads.recent()[0]) else ""
         raise DeadlineExceeded(text, hint="does a native call hold the GIL, or was this process stopped?")
     except BaseException:
-        if errand.abandon_unless_over():
+        if call.abandon_unless_over():
             settled.acquire(timeout=UNWIND_S)
-        del errand, work  # a failure's traceback knows this frame, and they the failure
+        del call, work  # a failure's traceback knows this frame, and they the failure
         raise
 
 
