@@ -104,14 +104,6 @@ def code(refusal: Refusal | None) -> str:
     return refusal.code if refusal is not None else ""
 
 
-def test_those_who_live_keep_the_number_of_shards() -> None:
-    town = Town()
-    assert town.joins("trainer", 0, 2) is None
-    refusal = town.joins("trainer#2", 1, 4)
-    assert refusal is not None
-    assert (refusal.code, refusal.retry_s) == ("layout-mismatch", 0.0)
-
-
 def test_when_all_have_died_the_next_job_waits_for_their_lease_and_then_sets_it() -> None:
     town = Town()
     assert town.joins("trainer", 0, 2) is None
@@ -123,21 +115,6 @@ def test_when_all_have_died_the_next_job_waits_for_their_lease_and_then_sets_it(
     assert 0 < refusal.retry_s <= 1.0
     town.until(11.0)
     assert town.joins("trainer#2", 0, 4) is None
-
-
-def test_after_a_restart_who_lived_before_comes_before_somebody_new() -> None:
-    town = Town(fresh=False)
-    assert town.joins("a#new", 1, 4) is None
-    held = Holding(Version(7), Digest("r"))
-    assert town.joins("a#old", 0, 2, session=Number(5), buffer=held) is None
-    assert code(town.report("a#new", 1)) == "layout-mismatch"
-    assert code(town.joins("a#newer", 1, 4)) == "layout-mismatch"
-    assert town.lives == [("a", 2)]
-    town.until(9.0)
-    assert town.report("a#old", 0, session=Number(5), buffer=held) is None
-    town.until(12.0)
-    assert town.report("a#old", 0, session=Number(5), buffer=held) is None
-    assert code(town.joins("a#late", 1, 4, session=Number(6))) == "layout-mismatch"
 
 
 def test_the_limit_on_models_holds_for_hellos_that_met() -> None:

@@ -63,15 +63,6 @@ def test_a_box_beyond_the_tensor_it_lies_in() -> None:
     refused("takes elements -1", Box("q", (8, 4), (0, 0), (8, 4), -1))
 
 
-def test_elements_of_a_box_share_no_memory() -> None:
-    refused("share memory", Box("q", (8, 4), (0, 0), (8, 4), 0, (0, 1)))
-    refused("share memory", Box("q", (8, 4), (0, 0), (8, 4), 0, (2, 1)))
-
-
-def test_a_box_never_casts() -> None:
-    refused("is of float32, and lies in a tensor of bfloat16", Box("q", (8, 4), (0, 0), (8, 4), dtype="float32"))
-
-
 def test_a_box_is_made_of_integers_and_as_many_as_dimensions() -> None:
     refused("a name and integers", Box("q", (8, 4), (0, 0), (8.0, 4)))  # type: ignore[arg-type]
     refused("a name and integers", Box(3, (8, 4), (0, 0), (8, 4)))  # type: ignore[arg-type]
@@ -122,12 +113,6 @@ def test_a_strided_shard_of_many_pieces_is_as_many_boxes() -> None:
         ((6, 0), (2, 2), 4),
         ((10, 0), (2, 2), 8),
     ]
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_each_rank_names_a_tensor_of_which_there_is_nothing(rank: int) -> None:
-    assert boxes_of_placements("w", (0, 4), (2,), (rank,), [Sharded(0)]) == [Box("w", (0, 4), (0, 0), (0, 4))]
-    assert (boxes_of_placements("w", (1, 4), (2,), (rank,), [Sharded(0)]) == []) == (rank == 1)
 
 
 def pieces_of(indices: list[int], count: int) -> list[list[int]]:

@@ -52,28 +52,6 @@ def test_the_fraction_is_of_those_that_count(fleet: Fleet, fraction: float, is_e
     assert held(fleet, 2, fraction).is_enough is is_enough
 
 
-def test_seven_tenths_of_ten_are_seven() -> None:
-    fleet = Fleet()
-    fleet.says(worker("a0"))
-    fleet.publishes(1, worker("trainer"), 1)
-    for each in range(10):
-        buffer = holding(1) if each < 7 else Filling(Version(1))
-        fleet.says(worker(f"a{each}"), buffer=buffer, call=UPDATE)
-    assert held(fleet, 1, 0.7).is_enough
-    assert not held(fleet, 1, 0.71).is_enough
-
-
-def test_a_version_that_does_not_exist_is_waited_for_even_by_nobody() -> None:
-    fleet = Fleet()
-    assert "not everybody" in held(fleet, 0).waits_for
-    fleet.says(worker("trainer"))
-    assert held(fleet, 0).waits_for == "policy has no version 0 yet; nothing was published yet"
-    fleet.says(worker("other"))
-    fleet.publishes(0, worker("trainer"), 1)
-    assert held(fleet, 0) == HeldView(is_enough=True), "the other one does not follow the model"
-    assert held(fleet, 1).waits_for == "policy has no version 1 yet; its newest version is 0"
-
-
 def test_who_only_starts_is_not_waited_for_until_it_calls(fleet: Fleet) -> None:
     fleet.says(worker("d"))
     assert held(fleet, 1).is_enough

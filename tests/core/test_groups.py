@@ -54,24 +54,6 @@ def test_who_waits_for_a_shard_that_could_not_make_the_call_hears_why() -> None:
     assert group.missed is None
 
 
-def test_who_is_on_its_way_to_a_call_that_another_could_not_make_hears_why() -> None:
-    group, why = replica(), Failure("usage", "its tensors are torn")
-    group.note_ended(ONE, 3, 2)
-    group.arrive(ZERO, called(3, "unpublish", ""), now=0.0)
-    assert heard(group, ZERO, called(3, "unpublish", "")).instead == 4
-    group.note_ended(ONE, 4, 2, missed=why)
-    group.note_bereft(ZERO, ONE, called(3, "unpublish", ""), why)
-    for number in (3, 4):  # it has not heard where to go on, or has
-        group.arrive(ZERO, called(number, "unpublish", ""), now=0.0)
-        told = heard(group, ZERO, called(number, "unpublish", ""))
-        assert (code(told.error), told.instead) == ("group-incomplete", 0)
-        assert told.error is not None
-        assert told.error.message.endswith("gave up unpublish() before all shards were done: its tensors are torn")
-    group.lose(ZERO, "died")
-    group.join(ZERO, worker("rollout", 0), is_in_call=True)
-    assert heard(group, ZERO, called(4, "unpublish", "")).instead == 5, "its next life was in no call then"
-
-
 def test_who_calls_another_verb_or_spec_does_not_arrive_and_fails_nothing_yet() -> None:
     for other in (called(1, "replicate"), called(1, spec="latest-1"), called(1, spec=7)):
         group = replica()
@@ -82,17 +64,6 @@ def test_who_calls_another_verb_or_spec_does_not_arrive_and_fails_nothing_yet() 
         assert list(group.call.differing) == [ONE]
         for shard, mine in ((ZERO, called(1)), (ONE, other)):
             assert heard(group, shard, mine).error is None
-
-
-def test_both_hear_of_a_difference_that_is_certain() -> None:
-    group = replica()
-    group.arrive(ZERO, called(1), now=0.0)
-    group.arrive(ONE, called(1, "replicate"), now=0.0)
-    assert group.call is not None
-    group.call.fail(Failure("group-mismatch", "they differ"))
-    for shard, mine in ((ZERO, called(1)), (ONE, called(1, "replicate"))):
-        answer = heard(group, shard, mine)
-        assert (code(answer.error), answer.instead) == ("group-mismatch", 0)
 
 
 def test_who_differs_from_a_call_that_was_given_up_comes_to_the_next() -> None:
@@ -157,24 +128,6 @@ def test_who_was_put_there_arrives_when_another_is_known_to_be_there_still() -> 
     assert [heard(group, shard, called(4)).instead for shard in (ONE, Shard(2))] == [0, 5]
 
 
-def test_who_waited_for_one_that_was_past_it_has_come_late() -> None:
-    """The news that shard 0 had given up came after shard 1."""
-    group = replica(3)
-    group.arrive(ONE, called(1), now=0.0)
-    group.arrive(Shard(2), called(1), now=0.0)
-    group.note_ended(ZERO, 1, 0)
-    assert [heard(group, shard, called(1)).instead for shard in (ONE, Shard(2))] == [2, 2]
-    group = replica(3)
-    group.arrive(ONE, called(1), now=0.0)
-    group.arrive(ZERO, called(1, "replicate"), now=0.0)
-    group.note_ended(ZERO, 1, 0)
-    assert heard(group, ONE, called(1)).instead == 2
-    group = replica(3)
-    group.arrive(ONE, called(1), now=0.0)
-    group.arrive(ZERO, called(4), now=0.0)
-    assert heard(group, ONE, called(1)).instead == 4
-
-
 # --- how it ends ------------------------------------------------------------------------------------------------------
 
 
@@ -183,14 +136,6 @@ def test_a_shard_that_saw_it_end_well_is_believed() -> None:
     group.arrive(ONE, called(1), now=0.0, is_first=True)
     group.note_ended(ZERO, 1, 1)
     assert heard(group, ONE, called(1)).finished
-
-
-def test_after_a_restart_a_late_shard_hears_that_it_had_finished() -> None:
-    group = replica()
-    group.note_ended(ZERO, 5, 5)
-    group.arrive(ONE, called(5, resolved=Version(7)), now=0.0, is_first=True)
-    answer = heard(group, ONE, called(5, resolved=Version(7)))
-    assert (answer.finished, answer.version) == (True, 7)
 
 
 def test_one_that_goes_on_fails_the_call_it_left() -> None:
@@ -223,16 +168,3 @@ def test_of_many_shards_a_few_are_named() -> None:
     assert some_shards([]) == ""
     assert some_shards(range(8)) == "0, 1, 2, 3, 4, 5, 6, 7"
     assert some_shards(range(9)) == "0, 1, 2, 3, 4, 5, 6, 7, …"
-
-
-def test_who_came_after_all_that_the_one_who_left_had_heard_is_late() -> None:
-    group = replica(3)
-    group.arrive(ZERO, called(1), now=0.0, last=10)
-    group.arrive(ONE, called(1), now=0.0, last=20)
-    group.arrive(Shard(2), called(1), now=0.0, last=30)
-    group.note_ended(ZERO, 1, 0, seen=25)
-    (one, two) = (group.answer(shard, called(1)) for shard in (ONE, Shard(2)))
-    assert one is not None
-    assert two is not None
-    assert (one.error is not None, one.instead) == (True, 0), "it had heard of that one"
-    assert two.instead == 2

@@ -8,13 +8,10 @@ from msgspec.structs import replace
 from tensorhub.protocol.messages import (
     Across,
     CallReport,
-    Empty,
     Failure,
     Filling,
-    Grant,
     Holding,
     HostCopy,
-    Part,
     Reading,
     Report,
     TicketFailure,
@@ -30,33 +27,6 @@ from .town import Town
 
 ONE, TWO, THREE, ROOT = Version(1), Version(2), Version(3), Digest("r")
 TRAINER, READER, SPOT = worker("trainer"), worker("reader"), worker("spot")
-
-
-def granted(town: Town) -> Grant:
-    grant = town.orders[READER].grant
-    assert grant is not None
-    return grant
-
-
-# --- reads ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_chunk_that_came_is_counted_though_reads_had_failed_before_there_was_a_buffer_for_it() -> None:
-    town = Town(most_failures=2, avoid_s=0.5, report_s=1.0)
-    town.joins(TRAINER, buffer=Holding(ONE, ROOT, published=True))
-    town.joins(READER)
-    call, failures = CallReport(1, "replicate", 1), []
-    town.says(READER, call=call)
-    for second, buffer in enumerate((None, None, Filling(ONE, 1, 4), Filling(ONE, 1, 4)), start=1):
-        ticket = granted(town).ticket
-        failures.append(TicketFailure(ticket, TRAINER, "source-lost", "reset by peer"))
-        more = {"buffer": buffer} if buffer is not None else {}
-        said = {"call": replace(call, resolved=ONE), "closed": ticket, "failures": tuple(failures), **more}
-        town.says(READER, **said)
-        assert town.orders[READER].answer.error is None, f"the failure number {second}"
-        town.until(float(second))
-        town.says(TRAINER, buffer=Holding(ONE, ROOT, published=True))
-        town.says(READER, **said)
 
 
 # --- what a worker has ------------------------------------------------------------------------------------------------
@@ -93,31 +63,6 @@ def test_a_loss_is_said_when_it_happens_though_nobody_waits_for_anything(site: s
     town.until(4.5)
     (said,) = town.server.state.said
     assert said.startswith("version 1 of policy is lost")
-
-
-@pytest.mark.parametrize("reader_has", [None, TWO])
-def test_of_what_the_last_holder_takes_along_only_that_is_said_which_nothing_newer_had_replaced(
-    reader_has: Version | None,
-) -> None:
-    town = Town(lease_s=4.0, report_s=1.0)
-    town.joins(TRAINER, buffer=Holding(ONE, ROOT, published=True))
-    town.joins(READER)
-    for version in (TWO, THREE):
-        town.says(TRAINER, buffer=Holding(version, ROOT, published=True))
-        if version == reader_has:
-            town.says(READER, buffer=Holding(version, ROOT))
-    town.until(2.0)
-    town.says(READER, buffer=Holding(reader_has, ROOT) if reader_has is not None else Empty())
-    town.until(4.5)
-    (said,) = town.server.state.said
-    assert said.startswith("version 3 of policy is lost")
-    town.joins(worker("of-another-cut", shard=1), shards=2, buffer=Holding(ONE, Digest("half"), published=True))
-    town.until(9.0)
-    lost = [text.split(" is lost")[0] for text in town.server.state.said]
-    assert lost == [f"version {number} of policy" for number in ((3,) if reader_has is None else (3, 2))]
-
-
-# --- reports from which nothing follows, and that every other report is more than that ---
 
 
 # --- what is news -----------------------------------------------------------------------------------------------------
@@ -231,20 +176,3 @@ def test_nobody_is_decided_for_who_has_heard_the_end_of_its_call(decided: list[W
     receipts = town.orders[READER].receipts
     town.says(READER, buffer=HELD, closed=closed, ended=1, finished=1, receipts=receipts)
     assert not decided
-
-
-def test_what_counts_against_a_source_in_a_call_counts_no_more_when_that_is_over() -> None:
-    """What one would have given ahead, across, was not what the version is: nobody reads from it during the call."""
-    town, said = reading_town()
-    ticket, room, newer = said["reading"].ticket, {"copies_left": 1}, Holding(Version(2), Digest("r2"), published=True)
-    second = worker("second")
-    town.joins(second, buffer=newer)
-    wrong = Across(newer.version, to_host=True, root=Digest("other"), parts=(Part(ticket, second),))
-    town.says(READER, buffer=Filling(ONE, 1, 3), across=wrong, **said, **room)
-    town.says(READER, buffer=HELD, call=said["call"], closed=ticket, **room)
-    receipts = town.orders[READER].receipts
-    town.says(READER, buffer=HELD, closed=ticket, ended=1, finished=1, receipts=receipts, **room)
-    town.says(second, buffer=newer, closing=True)
-    grant = town.orders[READER].grant
-    assert grant is not None, "it is the heir of what the other one leaves"
-    assert (grant.version, grant.source, grant.to_host) == (2, second, True)

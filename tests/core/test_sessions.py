@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tensorhub.protocol.manifest import Layout
-from tensorhub.protocol.messages import CallReport, Holding, LayoutInfo, Refusal, Withdrawing
+from tensorhub.protocol.messages import CallReport, Holding, LayoutInfo, Withdrawing
 from tensorhub.protocol.names import Digest, Number, Version
-from tensorhub.protocol.settings import REPORTS_PER_LEASE, Settings
+from tensorhub.protocol.settings import Settings
 from tensorhub.server import Server, state
 from tensorhub.server.members import Member, Members
 from tensorhub.server.state import LATE
@@ -22,22 +22,6 @@ from .town import Town
 
 ONE, ROOT = Version(1), Digest("r")
 TRAINER, READER, OTHER, THIRD = (worker(name) for name in ("trainer", "a", "b", "c"))
-
-
-def test_what_is_late_on_a_former_line_begins_no_session() -> None:
-    """Its worker has made another line since, and left by that."""
-    town = Town()
-    town.joins(TRAINER, buffer=Holding(ONE, ROOT, published=True))
-    town.joins(READER)
-    late = report(2, buffer=Holding(ONE, ROOT), session=town.orders[READER].session, layout=LAYOUT.digest())
-    assert not town.server.handle(town.hellos[READER], sender="another line", now=town.now)
-    left = report(3, session=town.orders[READER].session, layout=LAYOUT.digest(), leaving=True)
-    town.server.handle(left, sender="another line", now=town.now)
-    assert READER not in town.server.state.members
-    ((_, refusal),) = town.server.handle(late, sender=str(READER), now=town.now)
-    assert isinstance(refusal, Refusal)
-    assert refusal.retry_s > 0
-    assert READER not in town.server.state.members
 
 
 def test_layouts_of_nobody_are_forgotten_and_those_in_use_are_not() -> None:
@@ -128,15 +112,6 @@ def test_a_member_can_be_looked_at_before_its_lease_ends() -> None:
     assert members.due(10.0) == ([one], [])
 
 
-def test_a_former_session_is_forgotten() -> None:
-    members, old, new = Members(), member("a", 10.0), member("a", 30.0)
-    members.add(old)
-    del members[old.worker]
-    members.add(new)
-    assert members.due(20.0) == ([], [])
-    assert members.due(30.0) == ([new], [])
-
-
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0.0, 5.0), st.booleans()), max_size=40))
 def test_nobody_is_missed_and_the_queue_does_not_grow(history: list[tuple[str, float, bool]]) -> None:
     members, now, alive = Members(), 0.0, {}
@@ -190,26 +165,11 @@ def test_a_lease_counts_from_when_the_report_came() -> None:
     assert len(server.state.members) == 0
 
 
-def test_an_arrival_before_the_server_s_time_shortens_nothing() -> None:
-    server = server_of(FIRST)
-    server.handle(report(2), sender=str(FIRST), now=1.0, arrived=0.5)
-    assert server.state.members.get(FIRST).lease_end == 11.0
-
-
 @pytest.mark.parametrize(
     ("workers", "report_s"), [(0, 1.0), (4_000, 1.0), (4_001, 1.25), (6_000, 1.5), (8_192, 2.0), (20_000, 2.0)]
 )
 def test_many_workers_report_more_seldom(workers: int, report_s: float) -> None:
     assert SETTINGS.report_s_of(workers) == report_s
-
-
-@pytest.mark.parametrize("lease_s", [0.5, 2.0, 10.0, 60.0])
-@pytest.mark.parametrize("report_s", [0.05, 0.2, 1.0])
-def test_a_lease_stays_several_reports_long_unless_it_was_chosen_shorter(lease_s: float, report_s: float) -> None:
-    settings = Settings(lease_s=lease_s, report_s=report_s)
-    for workers in (1, 100, 10_000, 1_000_000):
-        told_s = settings.report_s_of(workers)
-        assert report_s <= told_s <= max(report_s, lease_s / REPORTS_PER_LEASE)
 
 
 def test_who_was_told_to_report_seldom_is_silent_later() -> None:
@@ -281,15 +241,6 @@ def test_a_restarted_server_listens_for_a_lease_in_which_it_could_hear() -> None
     assert server.is_recovering
     in_time(server, 104.1)
     assert not server.is_recovering
-
-
-def test_nobody_waits_for_a_server_without_workers() -> None:
-    server = server_with()
-    assert server.next_deadline() == float("inf")
-    server.handle(hello(FIRST), sender="one", now=1e6)
-    server.handle(report(1), sender="one", now=1e6)
-    assert server.state.clock.paused_s == 0.0
-    assert server.next_deadline() == 1e6 + SETTINGS.report_s
 
 
 def test_a_timer_that_comes_a_little_late_is_no_pause() -> None:

@@ -1,26 +1,21 @@
 """Which source a reader gets, when it gets another one, and when its call gives up."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorhub.protocol.messages import (
-    Answer,
     CallReport,
     Filling,
     Holding,
-    HostCopy,
     Orders,
-    Reading,
     Report,
     TicketFailure,
 )
 from tensorhub.protocol.names import Digest, Ticket, Version, WorkerId
 from tensorhub.protocol.settings import Settings
-from tensorhub.server import Server, reads, sources
-from tensorhub.server.members import Capacity, Member, Pace, is_too_slow, usual
+from tensorhub.server import Server, reads
+from tensorhub.server.members import Capacity, Member, Pace, is_too_slow
 from tensorhub.server.selection import Candidate, choose_source
 from tensorhub.server.state import State
 
@@ -80,12 +75,6 @@ def test_the_reason_says_what_was_weighed() -> None:
     assert found[1] == "relay, filling, 3 chunks in place, serves 2 more, same host; best of 2"
 
 
-def test_the_reason_says_where_a_host_copy_lies() -> None:
-    found = choose_source([replace(candidate("a"), from_host=True)], now=0.0)
-    assert found is not None
-    assert found[1].startswith("relay, full from host memory, idle")
-
-
 @st.composite
 def candidates(draw: st.DrawFn) -> list[Candidate]:
     names = draw(st.lists(st.sampled_from("abcdef"), unique=True))
@@ -140,67 +129,6 @@ def test_a_grant_says_whether_it_leads_to_another_site() -> None:
         grant = reads_from(Town(), site).grant
         assert grant is not None
         assert grant.is_cross_site is is_cross_site
-
-
-def test_among_very_many_one_that_has_everything_comes_before_one_that_is_filling() -> None:
-    town, filling = Town(), worker("a")
-    for number in range(sources.MAX_ALL):
-        town.joins(worker(f"relay-{number:02}"), host=f"{number}", buffer=Holding(ONE, ROOT))
-    call = CallReport(1, "replicate", 1)
-    for who in (filling, READER):
-        town.joins(who, host=str(who))
-        town.says(who, call=call)
-        grant = town.orders[who].grant
-        assert grant is not None
-        assert grant.source == worker("relay-00" if who == filling else "relay-01")
-        town.says(who, call=call, buffer=Filling(ONE), reading=Reading(grant.ticket, grant.source, ONE))
-
-
-def test_among_very_many_a_relay_comes_before_the_publisher() -> None:
-    town = Town()
-    town.joins(worker("a"), host="a", buffer=Holding(ONE, ROOT, published=True))
-    for number in range(sources.MAX_ALL):
-        town.joins(worker(f"relay-{number:02}"), host=f"{number}", buffer=Holding(ONE, ROOT))
-    town.joins(READER, host="reader")
-    town.says(READER, call=CallReport(1, "replicate", 1))
-    grant = town.orders[READER].grant
-    assert grant is not None
-    assert grant.source == worker("relay-00")
-
-
-def test_prefetched_is_the_newest_of_the_copies_that_are_whole() -> None:
-    town = Town()
-    town.joins(TRAINER, buffer=Holding(Version(4), ROOT, published=True))
-    copies = tuple(HostCopy(number, Version(number), ROOT, whole=number < 4) for number in (3, 2, 4))
-    has = {"buffer": Holding(ONE, ROOT), "copies": copies, "pins": (Version(2), Version(3))}
-    town.joins(READER, **has)
-    town.says(READER, **has, call=CallReport(1, "update", "prefetched"))
-    assert town.orders[READER].answer == Answer(1, Version(3))
-
-
-@pytest.mark.parametrize("brings", [False, True])
-def test_a_source_without_a_session_is_left_where_nothing_comes_from_it(brings: bool) -> None:
-    """It may well go on serving. But one that was filling may say for ever that it has no more yet."""
-    town, relay, call = Town(lease_s=1.0, report_s=0.2), worker("relay"), CallReport(1, "replicate", 1)
-    town.joins(TRAINER, host="a", buffer=Holding(ONE, ROOT, published=True))
-    readings: dict[WorkerId, Reading] = {}
-    for who in (relay, READER):
-        town.joins(who, host="b")
-        town.says(who, call=call)
-        grant = town.orders[who].grant
-        assert grant is not None
-        readings[who] = Reading(grant.ticket, grant.source, ONE)
-        town.says(who, call=call, buffer=Filling(ONE, 1, 100), reading=readings[who])
-    assert readings[READER].source == relay
-    for step in range(1, 40):
-        town.until(step * 0.2)
-        town.says(TRAINER, buffer=Holding(ONE, ROOT, published=True))
-        filling = Filling(ONE, 1 + step * brings, 100)
-        town.says(READER, call=call, buffer=filling, reading=readings[READER])
-    assert relay not in town.server.state.members
-    grant = town.orders[READER].grant
-    assert grant is not None
-    assert grant.source == (relay if brings else TRAINER)
 
 
 def test_rules_that_contradict_each_other_do_not_go_round_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,18 +284,6 @@ def test_a_reset_of_the_one_that_lives_is_no_end_among_the_dead() -> None:
     assert cluster.source == PUBLISHER
 
 
-def test_among_very_many_one_that_failed_keeps_nobody_from_the_others() -> None:
-    """Not all of them are looked at then."""
-    many = [worker(f"relay-{number:03}") for number in range(sources.MAX_ALL + 4)]
-    cluster = Cluster(*many)
-    asked = []
-    for _ in range(3):
-        asked.append(cluster.source)
-        cluster.fail()
-        cluster.hold(asked[-1])  # it lives, and says so
-    assert asked == many[:3]
-
-
 def test_nobody_tries_again_what_no_other_source_would_help() -> None:
     cluster = Cluster(*RELAYS, PUBLISHER)
     cluster.fail(code="transport-missing")
@@ -426,43 +342,11 @@ def test_waiting_for_a_source_that_waits_itself_is_no_standing_still() -> None:
     assert told(pace, at=4, arrived=0).is_still(4.0, 2.0)
 
 
-def test_a_reader_that_said_nothing_for_long_is_measured_anew() -> None:
-    pace = after(5, 1.0 * MIB)
-    told(pace, at=60, arrived=5 * MIB)
-    assert pace.rate is None
-    assert not pace.is_still(60.0, 2.0)
-
-
-def test_another_transport_begins_to_count_anew() -> None:
-    pace = after(5, 10.0 * MIB)
-    told(pace, at=6, arrived=100, done=12)
-    assert pace.rate is None
-    for at in range(7, 11):
-        told(pace, at=at, arrived=(at - 6) * MIB, done=12)
-    assert pace.rate == 1.0 * MIB
-
-
-def test_where_only_whole_chunks_are_seen_one_may_be_on_its_way() -> None:
-    pace = Pace()
-    for at in range(4):
-        pace.note(float(at), arrived_bytes=0, done=at // 3, chunk_bytes=CHUNK, over_s=3.0)
-    assert pace.rate == CHUNK / 3
-    assert pace.unsure == CHUNK / 3
-    assert not is_too_slow(pace, 1.9 * CHUNK, 3.0)
-    assert is_too_slow(pace, 2.1 * CHUNK, 3.0)
-
-
 def test_less_than_a_third_is_too_slow() -> None:
     pace = after(3, 1.0 * MIB)
     assert not is_too_slow(pace, 3.0 * MIB, 3.0)
     assert is_too_slow(pace, 3.1 * MIB, 3.0)
     assert not is_too_slow(after(2, 0.0), 1e12, 3.0), "it is not known yet"
-
-
-def test_the_usual_rate_is_the_middle_one() -> None:
-    assert usual([]) is None
-    assert usual([5.0, 1.0]) == 5.0
-    assert usual([1.0, 9.0, 2.0]) == 2.0
 
 
 def test_what_a_source_can_bring_is_remembered_for_a_while() -> None:

@@ -77,15 +77,6 @@ def test_content_that_agrees_in_one_shard_only_is_other_content() -> None:
         assert failure.code == "version-conflict"
 
 
-def test_a_version_that_somebody_else_is_publishing_is_theirs() -> None:
-    found = model()
-    record = found.record(Version(7))
-    record.roots[LayoutKey(1, Shard(0))] = ROOT
-    assert code_of(found, 7, OTHER) == ""  # whoever began it gave up
-    record.claims[ReplicaName("second")] = None
-    assert code_of(found, 7, OTHER) == "version-conflict"
-
-
 def test_latest_counts_back_over_versions_that_exist() -> None:
     found = model()
     for version, name in ((3, "a"), (5, "b"), (9, "c")):
@@ -191,74 +182,14 @@ def test_the_index_of_holders_is_what_was_last_said(moves: list[tuple[str, Buffe
 
 # --- what a version is where two publishes of it differ: which of them the server believes, and who hears of that ---
 
-ONE, FIRST, SECOND, RIGHT, ELSE = Version(1), *(Digest(root) for root in ("first", "second", "right", "other"))
-TRAINER, RIVAL, READER = ([worker(name, shard) for shard in range(2)] for name in ("trainer", "rival", "reader"))
-
-
-def publishing(root: Digest) -> Holding:
-    return Holding(ONE, root, published=True)
-
 
 def joins(town: Town, who: WorkerId, **more: object) -> None:
     town.joins(who, shards=2, **more)
 
 
-def is_believed(town: Town, who: WorkerId) -> bool:
-    """What it has counts as the version, and it was not told otherwise."""
-    return town.server.state.known(who).holds(ONE) and not town.orders[who].conflict
-
-
 @pytest.fixture
 def town() -> Town:
     return Town()
-
-
-def test_a_publish_that_may_not_have_ended_is_no_measure_beside_one_that_has(town: Town) -> None:
-    """One shard of the trainer shows that its publish has ended. All of the rival say that they have published it."""
-    joins(town, TRAINER[0], buffer=publishing(FIRST), receipts=town.receipts(TRAINER[0], ONE, FIRST, "trainer"))
-    joins(town, RIVAL[0], buffer=publishing(FIRST))
-    joins(town, RIVAL[1], buffer=publishing(ELSE))
-    assert town.orders[RIVAL[1]].conflict == ELSE
-    joins(town, TRAINER[1], buffer=publishing(RIGHT))
-    assert is_believed(town, TRAINER[1])
-
-
-def test_what_a_whole_publish_says_beside_a_proof_is_the_measure_of_its_other_shard(town: Town) -> None:
-    """Its first shard had another content at first. It has what is proved now, and its second shard goes.
-
-    Whoever comes with something else for that is refused: the version would be of two publishes.
-    """
-    joins(town, TRAINER[0], buffer=publishing(FIRST))
-    joins(town, TRAINER[1], buffer=publishing(RIGHT))
-    joins(town, READER[0], buffer=Holding(ONE, SECOND), receipts=town.receipts(READER[0], ONE, SECOND))
-    assert town.orders[TRAINER[0]].conflict == FIRST
-    town.says(TRAINER[0], buffer=publishing(SECOND))
-    town.says(TRAINER[1], buffer=Withdrawing(ONE, RIGHT, published=True))
-    town.says(TRAINER[1], buffer=Empty())
-    joins(town, READER[1], buffer=Holding(ONE, ELSE))
-    assert town.orders[READER[1]].conflict == ELSE
-    assert is_believed(town, READER[0])
-
-
-def test_who_has_something_else_is_told_when_a_publish_turns_out_to_have_ended(town: Town) -> None:
-    """One shard of the trainer heard that from a server before this one, and is empty since. The other hears it now."""
-    joins(town, READER[1], buffer=Holding(ONE, ELSE))
-    joins(town, TRAINER[0], ended=1, finished=1)
-    assert is_believed(town, READER[1])
-    call = CallReport(Number(1), "publish", ONE, RIGHT, resolved=ONE)
-    joins(town, TRAINER[1], buffer=publishing(RIGHT), call=call, seen=Number(1))
-    assert is_believed(town, TRAINER[1])
-    assert town.orders[READER[1]].conflict == ELSE
-
-
-@pytest.mark.parametrize("is_leaving", [False, True])
-def test_a_shard_stands_by_what_it_published_with_a_copy_that_is_not_about_to_go(town: Town, is_leaving: bool) -> None:
-    """If it does, all shards of the trainer do, and that is the version, whatever was heard before."""
-    copy = HostCopy(1, ONE, RIGHT, whole=True, published=True, leaving=is_leaving)
-    joins(town, READER[1], buffer=Holding(ONE, ELSE))
-    joins(town, TRAINER[0], buffer=publishing(FIRST))
-    joins(town, TRAINER[1], copies=(copy,))
-    assert is_believed(town, READER[1]) is is_leaving
 
 
 # --- what one worker tells of numbers: nobody's are taken along, and no version number is taken, without a receipt ---
@@ -384,39 +315,6 @@ def publish(found: Server, name: str, version: int, root: str) -> None:
     found.handle(Report(number=3, layout=Digest("l"), call=call, buffer=held), sender=name, now=0.0)
     out = found.handle(Report(number=4, layout=Digest("l"), buffer=held, ended=1, finished=1), sender=name, now=0.0)
     assert not any(isinstance(message, Refusal) for _, message in out)
-
-
-def test_who_has_the_receipt_is_believed_whoever_is_heard_first() -> None:
-    former = server()
-    publish(former, "real", 7, "right")
-    receipt = former.state.notary.content(worker("real").model, Version(7), worker("real").shard, Digest("right"))
-    right, wrong = (Holding(Version(7), Digest(root), published=True) for root in ("right", "wrong"))
-    for first in ("left", "real"):
-        found = server(10, fresh=False)
-        for name in (first, "real" if first == "left" else "left"):
-            told = {"buffer": right, "receipts": {7: receipt}} if name == "real" else {"buffer": wrong}
-            hear(found, name, **told, layout=Digest("l"))
-        orders = hear(found, "left", number=2, buffer=wrong, layout=Digest("l"))
-        assert orders.conflict == "wrong"
-        left = found.state.known(worker("left"))
-        assert (left.report.buffer, left.content.buffer) == (wrong, Poisoned()), "what it said stays as it came"
-        assert hear(found, "real", number=2, buffer=right, receipts={7: receipt}, layout=Digest("l")).conflict == ""
-        record = found.state.models["policy"].versions[Version(7)]  # type: ignore[index]
-        assert [each.replica for each in record.holders[LayoutKey(1, Shard(0))]] == ["real"]
-
-
-def test_a_receipt_is_for_one_content_of_one_shard() -> None:
-    notary, me = Notary(b"key"), worker("a")
-    receipt = notary.content(me.model, Version(7), me.shard, Digest("x"))
-    others = [
-        notary.content(me.model, Version(7), me.shard, Digest("y")),
-        notary.content(me.model, Version(8), me.shard, Digest("x")),
-        Notary(b"other").content(me.model, Version(7), me.shard, Digest("x")),
-        notary.newest(me.model, Version(7)),
-        notary.ceiling(Number(7)),
-    ]
-    assert receipt not in others
-    assert len(dict.fromkeys(others)) == len(others)
 
 
 def test_a_read_under_a_ticket_that_nobody_gave_out_is_not_adopted() -> None:

@@ -60,13 +60,6 @@ def test_a_call_ends_with_a_refusal_for_good_and_waits_for_a_server_that_may_tak
     assert it.errors == errors
 
 
-def test_a_call_that_was_never_numbered_ends_as_number_0() -> None:
-    it = Conversation()
-    it.tell(events.Registered(LayoutInfo(LAYOUT), Digest("l"), 16, 0), events.Called("update", "latest", 60.0))
-    it.tell(events.Received(Refusal("refused", "no")))
-    assert [effect.number for effect in it.wanted if isinstance(effect, events.Finished)] == [0]
-
-
 @pytest.mark.parametrize(("published", "buffer"), [(True, Empty()), (False, Poisoned())])
 def test_what_is_not_its_version_is_given_up(published: bool, buffer: object) -> None:
     """Whoever published has its tensors as they are; whoever replicated has bytes that are nothing."""
@@ -184,15 +177,6 @@ def test_a_worker_counts_its_own_calls_and_only_the_first_from_where_it_is_told(
     assert it.worker.call.number == 9
 
 
-def test_what_it_could_not_call_counts_after_all_that_it_knows_to_be_over() -> None:
-    it = Conversation.begun()
-    missed = Failure("usage", "its tensors are torn")
-    for position, ended in ((0, 1), (7, 8), (3, 9)):
-        it.worker.state.position = position
-        it.tell(events.Called("unpublish", "", 0.0, missed=missed))
-        assert (it.worker.call, it.worker.state.ended) == (None, ended)
-
-
 # --- what a caller may not do, said before anything is changed; and what an update to "prefetched" comes to at once ---
 
 
@@ -296,10 +280,6 @@ def rollout(**more: object) -> Hello:
     return hello(worker("rollout"), **more)  # type: ignore[arg-type]
 
 
-def test_where_nothing_newer_is_here_what_is_held_is_kept_at_once() -> None:
-    assert holder().update_at_once(rollout(), PREFETCHED) == 2
-
-
 @pytest.mark.parametrize(
     ("copy", "expected"),
     [
@@ -330,17 +310,3 @@ def test_readers_have_half_of_the_time() -> None:
     it.handle(Called("unpublish", "", 30.0), now=10.0)
     assert it.call is not None
     assert it.call.impatient_at == 20.0
-
-
-def test_what_a_call_is_resolved_to_is_news_once() -> None:
-    it = somebody()
-    it.handle(Called("update", "latest", 60.0), now=0.0)
-    call = it.call
-    assert call is not None
-    call.number = 4
-    assert not call.take(None)
-    assert not call.take(Answer(3, ONE))  # of another call
-    assert not call.take(Answer(4))
-    assert call.take(Answer(4, ONE))
-    assert not call.take(Answer(4, Version(2)))
-    assert call.resolved == ONE

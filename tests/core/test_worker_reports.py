@@ -10,7 +10,6 @@ from tensorhub.protocol.messages import (
     Filling,
     Holding,
     LayoutInfo,
-    Part,
     Reading,
     Report,
     Vacated,
@@ -18,8 +17,7 @@ from tensorhub.protocol.messages import (
 )
 from tensorhub.protocol.names import Digest, Number, Ticket, Version, worker_id
 from tensorhub.worker import events
-from tensorhub.worker.events import ReadMeasured
-from tensorhub.worker.read_slot import Parts, ReadSlot
+from tensorhub.worker.read_slot import Parts
 from tensorhub.worker.state import MAX_UNACKNOWLEDGED, TOGETHER_S, ReportBook, news_of
 
 from .kit import LAYOUT, Conversation, grant, orders, report, worker
@@ -91,50 +89,6 @@ def test_what_leads_to_further_news_waits_for_that_and_not_for_long() -> None:
     assert book.is_due(report(0, buffer=Filling(Version(2)), call=resolved.call, reading=opened()), now=0.31)
 
 
-def test_a_buffer_that_is_vacated_for_its_caller_is_told_at_once() -> None:
-    book = ReportBook()
-    book.sent(report(0, buffer=Withdrawing(Version(1), Digest("r"), True)), now=0.0)
-    assert book.is_due(report(0, buffer=Vacated(Version(1), Digest("r"), True)), now=0.1)
-
-
-def test_a_read_into_host_memory_and_one_into_an_empty_buffer_are_told_at_once() -> None:
-    book = ReportBook()
-    book.sent(report(0, buffer=Filling(Version(2))), now=0.0)
-    assert book.is_due(report(0, buffer=Filling(Version(2)), reading=opened()), now=0.1)
-    book.sent(report(0, buffer=Holding(Version(1), Digest("r"))), now=0.2)
-    to_host = replace(opened(), to_host=True)
-    assert book.is_due(report(0, buffer=Holding(Version(1), Digest("r")), reading=to_host), now=0.3)
-
-
-# --- how a read goes: told with the report, and shown with the transfer ---
-
-LOCAL = ReadMeasured(Ticket(5), "local", "process_vm_readv, 2 threads", "", 1000)
-
-
-def reading(**told: object) -> Reading:
-    return replace(Reading(Ticket(5), worker("trainer"), Version(1)), **told)
-
-
-def test_only_the_open_read_is_described() -> None:
-    slot = ReadSlot(worker("rollout"))
-    slot.measured(LOCAL)
-    assert slot.reading is None
-    slot.extend_trust(10.0)
-    slot.take_grant(grant(5))
-    slot.start()
-    slot.measured(replace_ticket(LOCAL, 4))
-    assert slot.reading is not None
-    assert slot.reading.transport == ""
-    slot.measured(LOCAL)
-    assert (slot.reading.transport, slot.reading.rate_bytes_per_s) == ("local", 1000)
-    ended, _ = slot.ended(Ticket(5))
-    assert ended.ticket == 5
-
-
-def replace_ticket(event: ReadMeasured, ticket: int) -> ReadMeasured:
-    return ReadMeasured(Ticket(ticket), event.transport, event.path, event.why, event.rate_bytes_per_s)
-
-
 # --- the sources of a read across: what is said of them, and what their ends mean ---
 
 FIRST, SECOND = (replace(grant(5 + shard, source=worker("trainer", shard)), parts=2) for shard in (0, 1))
@@ -145,13 +99,6 @@ def begun() -> Parts:
     found = Parts(granted=(FIRST, SECOND))
     found.begin()
     return found
-
-
-def test_a_part_of_which_nothing_has_come_says_so() -> None:
-    parts = begun()
-    parts.arrived_bytes[Ticket(5)] = 700
-    assert parts.for_report() == (Part(Ticket(5), FIRST.source, arrived_bytes=700), Part(Ticket(6), SECOND.source))
-    assert parts.for_report()[1].arrived_bytes == 0
 
 
 def reading_across() -> Conversation:
