@@ -2,11 +2,11 @@
 
 import pytest
 
-from tensorhub.protocol.messages import Holding, HostCopy, Withdrawing
-from tensorhub.protocol.names import Digest, Version
+from tensorhub.protocol.messages import CallReport, Filling, Holding, HostCopy, Withdrawing
+from tensorhub.protocol.names import Digest, Number, Version, WorkerId
 from tensorhub.server import retention
 
-from .kit import worker
+from .kit import LEASE_S, worker
 from .town import Town
 
 # --- what a publisher is told to copy while its version rests, of which the transcripts show one case each ---
@@ -112,3 +112,68 @@ def test_a_spot_publisher_leaves_a_version_at_once_where_a_reliable_one_has_publ
         town.says(who, buffer=Withdrawing(ONE, ROOT, published=True), copies_left=1)
     assert (town.orders[TRAINER].offload, town.orders[TRAINER].drained) == (ONE, None)
     assert (town.orders[SPOT].offload, town.orders[SPOT].drained) == (None, ONE)
+
+
+class CutOff:
+    """Of a steady replica of two shards the first has version 1, and the second has 1 in host memory, and 2.
+
+    A spot replica has 2 as well. Its first shard wants to leave it, and has no room for a copy; or it has it in host
+    memory, and closes.
+    """
+
+    def __init__(self, *, closes: bool = False, copies_left: int = 0) -> None:
+        self.town = Town()
+        self.trainer, self.steady, self.spot = (
+            [worker(name, shard) for shard in range(2)] for name in ("trainer", "steady", "spot")
+        )
+        self.joins(self.trainer, buffer=Holding(ONE, ROOT, published=True))
+        self.joins(self.steady, buffer=Holding(ONE, ROOT))
+        for shard in self.trainer:
+            self.town.says(shard, buffer=Holding(TWO, ROOT, published=True))
+        self.joins(self.spot, reliable=False, buffer=Holding(TWO, ROOT))
+        call, copies = CallReport(Number(1), "update", "latest"), (HostCopy(1, ONE, ROOT, whole=True),)
+        self.town.says(self.steady[0], buffer=Holding(ONE, ROOT), call=call)
+        for buffer in (Withdrawing(ONE, ROOT), Filling(TWO), Holding(TWO, ROOT)):
+            self.town.says(self.steady[1], buffer=buffer, copies=copies, call=call)
+        if closes:
+            for shard in self.trainer:
+                self.town.says(shard)
+            self.town.says(self.spot[0], copies=(HostCopy(1, TWO, ROOT, whole=True),), closing=True)
+        else:
+            unpublish = CallReport(Number(1), "unpublish", "")
+            self.town.says(self.spot[0], buffer=Withdrawing(TWO, ROOT), call=unpublish, copies_left=copies_left)
+        assert self.newest_established() == ONE
+        assert not self.is_let_go(), "the first steady shard was promised version 2"
+
+    def joins(self, replica: list[WorkerId], *, reliable: bool = True, **more: object) -> None:
+        for shard in replica:
+            self.town.joins(shard, shards=2, reliable=reliable, **more)
+
+    def is_let_go(self) -> bool:
+        orders = self.town.orders[self.spot[0]]
+        return orders.drained == TWO or orders.release == (1,)
+
+    def cuts_off(self, *silent: WorkerId) -> None:
+        """They lose their sessions; all others are heard in time."""
+        for now in (LEASE_S / 2, LEASE_S * 1.01):
+            self.town.until(now)
+            for who in (*self.trainer, *self.steady, *self.spot):
+                if who not in silent:
+                    self.town.says(who, **self.town.told[who])
+        for who in silent:
+            self.town.loses_its_line(who)
+
+    def newest_established(self) -> Version | None:
+        return self.town.server.state.models[self.trainer[0].model].newest_established
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_what_its_last_holder_may_leave_at_once_is_not_established(closes: bool) -> None:
+    """Those who count beside it are cut off, and it is let go in the same breath: the version before stays."""
+    bench = CutOff(closes=closes)
+    first, second = bench.steady
+    bench.cuts_off(first)
+    assert bench.is_let_go()
+    assert bench.town.orders[second].release == ()
+    bench.joins([first], buffer=Holding(ONE, ROOT))
+    assert bench.newest_established() == ONE

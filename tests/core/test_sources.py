@@ -58,7 +58,7 @@ def test_one_that_withdraws_is_the_last_resort() -> None:
     assert chosen(candidate("a", is_withdrawing=True), candidate("b", load=7, is_same_site=False)) == "b"
     found = choose_source([candidate("a", is_withdrawing=True)], now=0.0)
     assert found is not None
-    assert "withdrawing, but nobody else has it" in found[1]
+    assert "withdrawing, but no other worker has it" in found[1]
 
 
 def test_one_that_failed_is_not_tried_before_its_time() -> None:

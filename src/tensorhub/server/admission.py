@@ -61,7 +61,7 @@ def why_refuse(state: State, hello: Hello, report: Report | None = None) -> Refu
 
 
 def taken(state: State, member: Member) -> Refusal:
-    """Another worker is that shard already. It lives, or has died so lately that nobody can tell."""
+    """Another worker is that shard already. It lives, or has died within its lease."""
     text = f"{member.worker} is another live worker, on host {member.hello.host or 'unknown'}"
     if facts.is_here(state, member):
         return Refusal("shard-taken", text, "give each worker its own replica name and shard number")
@@ -133,7 +133,7 @@ def _retry_s(left_s: float) -> float:
     return max(0.1, min(left_s, 1.0))
 
 
-# --- Numbers that somebody means to publish: claimed with an unpublish, before the tensors are changed.
+# --- Claims: numbers that a trainer will publish, claimed with an unpublish, before the tensors are changed.
 #
 # A claim is judged before anything is withdrawn: a caller that would get a VersionConflict after a step gets it before.
 # The replica's workers remember the claim and repeat it in each report, so it outlives the server. It ends with the
@@ -151,12 +151,12 @@ def why_refuse_claim(state: State, model: Model, replica: Replica, version: Vers
 
 
 def why_taken(state: State, model: Model, replica: Replica, version: Version) -> Failure | None:
-    """Somebody else has published the number, or may publish it. Or a newer one is there."""
+    """Another replica has published the number, or may publish it; or a newer version exists."""
     return _why_not_claim(model, replica, version) or conflict_with(state, model, replica, version)
 
 
 def why_wait(state: State, replica: Replica) -> Failure | None:
-    """Who is cut off still reads from a shard. When that is over it says whether its tensors are its publisher's."""
+    """A reader that is cut off still reads from a shard. Its end tells whether the tensors are the publisher's."""
     for member in _claim_members(state, replica):
         buffer = member.report.buffer
         if isinstance(buffer, Poisoned) and buffer.version is not None:
@@ -187,7 +187,7 @@ def _why_apart(state: State, replica: Replica) -> Failure | None:
 
 
 def conflict_with(state: State, model: Model, replica: Replica, version: Version) -> Failure | None:
-    """Somebody else has claimed that number, and not before this replica has.
+    """Another replica has claimed that number, and not before this one.
 
     Of two claims the later one counts: it was granted when the session of who had the other was over.
     """
@@ -241,19 +241,20 @@ def _claim_members(state: State, replica: Replica) -> list[Member]:
     return [state.members[worker] for worker in replica.members.values() if worker in state.members]
 
 
-# --- Nobody gets a read, a publish or a claim before another worker knows of it: after a restart it would be
-# forgotten.
+# --- Witnesses: a worker gets a read, a publish or a claim only when another worker knows of it.
+#
+# A restarted server would know of it from no report.
 #
 # A worker that has lived before and is not on the roll is a *stranger*: a former life may have let others read from
 # it of whom nobody else has heard (see `rollcall`).
 
 
-LATE_REPORTS = 3  # times the pause between two reports: who is asked answers at once
-MAX_ASKED = 16  # of whom one should be there; the others' usual reports will do too
+LATE_REPORTS = 3  # times the pause between two reports: a worker that is asked answers at once
+MAX_ASKED = 16  # workers, of which one should be there; the others' usual reports will do too
 
 
 def is_asked(model: Model, member: Member) -> bool:
-    """Somebody waits for it to say that it knows the roster."""
+    """A worker waits for it to show the roster."""
     return member.asked > model.roll.upto
 
 
@@ -276,7 +277,7 @@ def why_unwitnessed(model: Model, replica: Replica) -> Failure | None:
 
 
 def seek_witness(state: State, model: Model, member: Member) -> None:
-    """A worker without a witness asks the one that came last before it, so that not everybody asks the same one.
+    """A worker without a witness asks the one that came last before it, so that each asks another one.
 
     One that reports and does not say what it was asked, though that takes a round trip, is passed over for the next. If
     all go on like that for a lease, nobody is there who would know of the others, as when the first one came.
@@ -314,7 +315,7 @@ def _ask(state: State, member: Member, other: Member) -> bool:
 
 
 def allowed(state: State, model: Model, reader: Member, found: list[Candidate]) -> list[Candidate]:
-    """Those whom the reader may be given."""
+    """The candidates that the reader may be given."""
     if model.roll.is_over:
         return found if reader.worker in model.roll.witnessed else []
     return [candidate for candidate in found if _has_heard_us(state.known(candidate.worker))]

@@ -30,7 +30,7 @@ def note_layout_key(state: State, member: Member) -> None:
     if not member.report.layout:
         return
     if key.is_boxed:
-        state.mark_everyone_dirty(model)  # whom one relies on for a version may be of another cut
+        state.mark_everyone_dirty(model)  # reliable holders of a version may have another layout
     if not key.is_boxed:
         model.note_layout_set(plain_layout_set(replica.shards))
     keys = _layout_keys_of(state, replica)
@@ -94,7 +94,7 @@ def release(state: State, model: Model, call: GroupCall | None, replica: Replica
     was_promised = record.promised.pop(replica.name, 0) is None
     if was_claimed or was_promised:
         keys = [key for layout_set in model.known_layout_sets() for key in layout_set if key.shards == replica.shards]
-        state.mark_concerned_dirty(model, [(record.version, key) for key in keys])  # nobody of it wants it now
+        state.mark_concerned_dirty(model, [(record.version, key) for key in keys])  # the replica wants it no more
     if was_promised:
         state.mark_waiting_dirty(model, ARRIVALS)
 
@@ -103,7 +103,7 @@ def release(state: State, model: Model, call: GroupCall | None, replica: Replica
 
 
 def note_drained(state: State, member: Member, drained: Drained) -> None:
-    """The member is about to be told whether anybody still reads from its buffer."""
+    """The member is about to be told whether its buffer has readers."""
     member.is_drained = drained.version is not None
     if drained.look_again_at < inf:
         state.members.wake(member, drained.look_again_at)
@@ -123,7 +123,7 @@ def let_go(state: State, model: Model, member: Member, numbers: tuple[int, ...])
 
 
 def note_changed_versions(state: State) -> bool:
-    """Where somebody has got or lost all of a version: what follows for everybody. Returns whether that is anything."""
+    """Act on versions whose whole holders have changed. Returns whether a worker is dirty."""
     for model in state.models.values():
         if not model.changed:
             continue
@@ -161,7 +161,7 @@ def _say_losses(state: State, model: Model, lost: list[Version], back: list[Vers
     state.counters["lost_versions"] += len(lost)
 
 
-# --- who makes a host copy ahead of need ------------------------------------------------------------------------------
+# --- which worker makes a host copy ahead of need ---------------------------------------------------------------------
 
 
 def offer_copy_candidate(state: State, model: Model, member: Member) -> None:
@@ -194,7 +194,7 @@ def choose_copiers(state: State, model: Model) -> None:
 
 
 def choose_copier(state: State, model: Model, record: VersionRecord, key: LayoutKey) -> None:
-    """Of those who were offered; who is it now, and who was, are decided for again."""
+    """Choose among the candidates. The chosen worker and the former one are decided for again."""
     copy_candidates = record.copy_candidates.get(key)
     if copy_candidates is None:
         return

@@ -99,7 +99,7 @@ def _prefetched(
 ) -> tuple[Version | None, Failure | None]:
     """The newest version of which each shard of the replica has a whole copy; or what they hold; or the latest."""
     members = [state.known(worker) for worker in replica.members.values()]  # all of them: it is of an update
-    for version in sorted(model.versions, reverse=True):  # what somebody has a whole copy of exists
+    for version in sorted(model.versions, reverse=True):  # a version with a whole copy exists
         if all(member.can_fill_itself(version) for member in members):
             return version, None
     return (held, None) if held is not None else model.resolve("latest")
@@ -135,7 +135,7 @@ def _had_by_all(state: State, replica: Replica, call: GroupCall) -> Version | No
 
 
 def _had(state: State, replica: Replica, call: GroupCall) -> list[Version | None]:
-    """What each of its shards held when its caller began to wait. Who has not come yet will have held what it holds.
+    """What each of its shards held when its caller began to wait. One that has not come yet counts by what it holds.
 
     Unless it makes its call once more: see `is_older`.
     """
@@ -259,7 +259,7 @@ def _why_different(state: State, replica: Replica, call: GroupCall) -> Failure |
 
 
 def _still_in(state: State, replica: Replica, call: GroupCall, shards: Iterable[Shard]) -> list[Member]:
-    """Those who say that they are at that position, and have heard who else has come there."""
+    """The members at that position that have heard which shards have come there."""
     found = [state.members.get(replica.members[shard]) for shard in shards if shard in replica.members]
     return [each for each in found if each is not None and each.report.seen > call.doubted and _is_in(each, call)]
 
@@ -320,7 +320,7 @@ def _is_done(state: State, replica: Replica, call: GroupCall) -> bool:
         buffer = member.content.buffer
         is_in_doubt = isinstance(buffer, Poisoned) and buffer != member.report.buffer
         if is_in_doubt and facts.is_undecided(state, member):
-            return False  # nobody knows yet what it holds, or who reads that
+            return False  # what it holds, and its readers, are not known yet
         if call.verb == "unpublish":
             if not isinstance(buffer, (Empty, Vacated, Poisoned)) or facts.is_read_though_poisoned(buffer):
                 return False
@@ -366,7 +366,7 @@ def _advance_claim(state: State, model: Model, replica: Replica, call: GroupCall
 
 
 def _judge_former_claim(state: State, model: Model, replica: Replica, call: GroupCall, version: Version) -> None:
-    """A claim of a session that is over. Nothing has been changed for it yet: who has lost the number hears so now."""
+    """A claim of a former session. Nothing has been changed for it yet: if the number is lost, the call fails."""
     conflict = admission.why_taken(state, model, replica, version)
     if conflict is not None:
         call.fail(conflict)
@@ -460,7 +460,7 @@ def _can_serve(state: State, worker: WorkerId, version: Version) -> bool:
 
 
 def _absent_key(state: State, model: Model, replica: Replica, record: VersionRecord) -> LayoutKey | None:
-    """A line of the version that nobody, or only somebody about to leave, holds whole."""
+    """A layout key of the version that no staying worker holds whole."""
     for shard in range(replica.shards):
         mine = state.members.get(replica.members[Shard(shard)]) if Shard(shard) in replica.members else None
         key = mine.layout_key if mine is not None else LayoutKey(replica.shards, Shard(shard))
@@ -471,7 +471,7 @@ def _absent_key(state: State, model: Model, replica: Replica, record: VersionRec
 
 
 def _can_serve_across(state: State, model: Model, record: VersionRecord, key: LayoutKey) -> bool:
-    """Of some other cut somebody has each line, and does not want to leave it."""
+    """Staying workers hold all keys of another layout."""
     if not layouts.can_cross(record, key):
         return False
     for layout_set in layouts.readable_layout_sets(model, record, key):
@@ -484,7 +484,7 @@ def _unavailable(state: State, model: Model, record: VersionRecord, key: LayoutK
     holders = [state.members.get(worker) for worker in record.holders.get(key, {})]
     leaving = [str(member.worker) for member in holders if member is not None and member.holds(record.version)]
     last = f"; {[*leaving, record.last_holder][0]} held it last" if leaving or record.last_holder else ""
-    text = f"nobody holds shard {key.shard} of version {record.version} of {model.name} now{last}"
+    text = f"no worker holds shard {key.shard} of version {record.version} of {model.name} now{last}"
     older = [
         v for v, r in sorted(model.versions.items(), reverse=True) if v != record.version and any(r.holders.values())
     ]
@@ -584,7 +584,7 @@ def _may_bring(state: State, record: VersionRecord, member: Member, worker: Work
 
 
 def next_version(state: State, name: ModelName) -> Version | None:
-    """The lowest free number, 0 for a model that nobody knows; None while a restarted server still listens."""
+    """The lowest free number, 0 for an unknown model; None while a restarted server still listens."""
     model = state.models.get(name)
     is_listening = state.is_recovering if model is None else not model.roll.is_over
     if is_listening:
@@ -607,7 +607,7 @@ def _taken(state: State, model: Model) -> Iterator[int]:
 
 # --- How many replicas hold a version by now: back-pressure for a trainer that must not run ahead of its rollouts.
 #
-# Whom it counts: replicas other than the asker's own and other than trainers, all of whose shards live and none of
+# It counts replicas other than the asker's own and other than trainers, all of whose shards live and none of
 # which is closing, once they follow the model: they hold something, or have called `replicate` or `update`. Who only
 # loads a version and leaves (`load`) does not follow it. So a dead replica is waited for until its lease ends, and
 # one that still starts is not waited for. A newer version is as good; it counts once it is whole in the tensors, not
@@ -619,10 +619,10 @@ EXACT = 1e-9  # 0.7 of 10 is 7, though 0.7 * 10 is a little more
 
 
 def held_by(state: State, name: ModelName, version: Version, asker: ReplicaName, fraction: float) -> HeldView:
-    """Who holds the version or a newer one, and whether that is this fraction of all who count."""
+    """The replicas that hold the version or a newer one, and whether they are this fraction of all."""
     model = state.models.get(name)
     if model is None or not model.roll.is_over:
-        return HeldView(waits_for="the reference server has restarted, and not everybody has reported to it yet")
+        return HeldView(waits_for="the reference server has restarted, and not all workers have reported to it yet")
     if model.newest is None or model.newest < version:
         newest = f"its newest version is {model.newest}" if model.newest is not None else "nothing was published yet"
         return HeldView(waits_for=f"{name} has no version {version} yet; {newest}")
@@ -665,7 +665,7 @@ def _is_past(member: Member, version: Version) -> bool:
 
 
 def _words(model: Model, version: Version, missing: list[tuple[str, list[Member]]], needed: int, counted: int) -> str:
-    """Who is missing, and how far each of them is."""
+    """Which replicas are missing, and how far each of them is."""
     said = [f"{name}{_how_far(members, version)}" for name, members in sorted(missing)[:MAX_NAMED]]
     more = f", and {len(missing) - MAX_NAMED} more" if len(missing) > MAX_NAMED else ""
     have = counted - len(missing)

@@ -49,30 +49,32 @@ class GroupCall:
     since: dict[Shard, int] = field(default_factory=dict)  # the last number that had been given out when it arrived
     grids: dict[Shard, Digest] = field(default_factory=dict)  # of the tiles that each shard of a publish has cut
     pending: dict[Shard, Digest] = field(default_factory=dict)  # the same, of those who were put there
-    differing: dict[Shard, str] = field(default_factory=dict)  # who calls what else here; "": only other metadata
+    differing: dict[Shard, str] = field(
+        default_factory=dict
+    )  # shards that call something else; "": only other metadata
     doubted: Number = Number(0)  # who is at this position having heard higher numbers has heard of those two
     is_finished: bool = False
     error: Failure | None = None
     is_over: bool = False  # it is finished, or has an error
     is_resolved_here: bool = False  # by this life of the server
     waiting: Failure | None = None
-    waits: bool = False  # of a replicate: for a number that nobody has published yet
+    waits: bool = False  # of a replicate: for a number that is not published yet
     metadata: Digest = Digest("")  # of what a publish says beside its tensors
 
     def __str__(self) -> str:
         return call_text(self.verb, self.spec, self.claim, waits=self.waits)
 
     def is_same(self, reported: CallReport) -> bool:
-        """What this shard calls is what those who have arrived call."""
+        """This shard calls the same as the shards that have arrived."""
         return _said_of(self) == _said_of(reported) and self.metadata == reported.metadata
 
     @property
     def is_doubted(self) -> bool:
-        """It is not certain that all who are at this position are there together."""
+        """It is not certain that all shards at this position are there together."""
         return bool(self.differing or self.pending) and not self.is_over
 
     def difference(self, replica: ReplicaName) -> str:
-        """Who calls something else."""
+        """Which shards call something else."""
         others = some_shards(list(self.arrived)) or "the others"
         found = [f"shard {shard} of {replica} called {text or self}" for shard, text in self.differing.items()]
         if not any(self.differing.values()):
@@ -122,11 +124,13 @@ class Replica:
     former: GroupCall | None = None  # a member may not have heard yet how it ended
     ended: int = 0  # highest position that ended anywhere
     finished: int = 0  # highest position that ended well
-    missed: tuple[Shard, Failure] | None = None  # who never made the call at that highest position, and why
-    bereft: dict[Shard, Failure] = field(default_factory=dict)  # who came late, to a call that another could not make
+    missed: tuple[Shard, Failure] | None = None  # the shard that never made its last call, and why
+    bereft: dict[Shard, Failure] = field(
+        default_factory=dict
+    )  # shards that came late to a call that another could not make
     layout_set: LayoutSet | None = None  # the latest of which its shards are
     judged: tuple[object, ...] = ()  # how far its call had come when those were judged who had withdrawn for it
-    publishes: bool = False  # it has published, or wanted to: a trainer, for whom nothing is fetched ahead
+    publishes: bool = False  # it has published, or wanted to: a trainer, which fetches nothing ahead
 
     @property
     def is_empty(self) -> bool:
@@ -208,7 +212,7 @@ class Replica:
             return
         if not call.is_same(reported):
             if shard not in call.differing:
-                call.doubted = Number(0)  # to be given by whoever gives out numbers
+                call.doubted = Number(0)  # the sessions give it a number
             text = call_text(reported.verb, reported.spec, reported.claim, waits=reported.waits)
             call.differing[shard] = text if _said_of(call) != _said_of(reported) else ""
             return

@@ -30,7 +30,7 @@ def may_fit(model: Model, record: VersionRecord, member: Member) -> bool:
 
 
 def can_cross(record: VersionRecord, key: LayoutKey) -> bool:
-    """Its boxes say what is wanted, and somebody's boxes where that is; and there is a digest for each piece."""
+    """Both sides have boxes, and there is a digest for each tile."""
     return key.is_boxed and any(is_readable(record, other) for other in record.roots)
 
 
@@ -64,7 +64,7 @@ def _is_of_its_layout_set(model: Model, record: VersionRecord, key: LayoutKey) -
 
 
 def why_unreadable(state: State, model: Model, record: VersionRecord, member: Member) -> Failure | None:
-    """Why nobody could ever read the version into the tensors that this worker has registered; None if somebody may."""
+    """Why the version can never be read into the tensors of this worker; None if it can, as far as is known."""
     if not member.report.layout:
         return None
     if may_fit(model, record, member):
@@ -93,7 +93,7 @@ def why_unreadable(state: State, model: Model, record: VersionRecord, member: Me
 
 
 def _why_too_wide(model: Model, record: VersionRecord, member: Member) -> Failure | None:
-    """It could be read across if it were cut in fewer shards. (Who is cut as the member is has it from elsewhere.)"""
+    """It could be read across if it were cut in fewer shards. (Workers with its layout have it from elsewhere.)"""
     key = member.layout_key
     if not key.is_boxed or key in record.layouts or not can_cross(record, key):
         return None
@@ -123,11 +123,11 @@ def _difference(state: State, record: VersionRecord, member: Member, layout: Dig
     return (text, difference_hint(ours, others, shards=member.layout_key.shards)) if text is not None else None
 
 
-# --- Where a version is, whatever the cut: whether somebody has all of it, and whether a line of it is had elsewhere.
+# --- Where a version is, in any layout: whether all of it is held, and whether a part is held in another layout.
 
 
 def is_whole(state: State, model: Model, record: VersionRecord) -> bool:
-    """Somebody is known to have each of its shards. Otherwise it seems lost, though who has it may only be cut off."""
+    """Each of its shards is known to be held. Otherwise it seems lost, though a holder may only be cut off."""
     return any(all(_is_key_whole(state, record, key) for key in layout_set) for layout_set in model.known_layout_sets())
 
 
@@ -138,7 +138,7 @@ def _is_key_whole(state: State, record: VersionRecord, key: LayoutKey) -> bool:
 def is_in_another_layout(
     state: State, model: Model, record: VersionRecord, key: LayoutKey, counts: Callable[[Member], bool]
 ) -> bool:
-    """What is in that line can be had out of another cut, of which somebody who counts has each line."""
+    """Workers that count hold the content of that key in another layout."""
     if not key.is_boxed:
         return False
     for layout_set in readable_layout_sets(model, record, key):
@@ -148,7 +148,7 @@ def is_in_another_layout(
 
 
 def has_company(model: Model, member: Member) -> bool:
-    """Somebody else whom one relies on could have the version: one of its line, or all of another cut."""
+    """Another reliable worker could have the version: one with its layout, or all of another layout."""
     if len(model.reliable.get(member.layout_key, {})) > 1:
         return True
     if not member.layout_key.is_boxed:
@@ -170,7 +170,7 @@ def is_relied_on(member: Member, record: VersionRecord) -> bool:
 
 
 def is_kept_by_spot(state: State, record: VersionRecord, key: LayoutKey) -> bool:
-    """A worker that nobody relies on has the version whole and does not leave it: better than nobody."""
+    """A spot worker has all of the version and does not leave it."""
     for worker in record.whole.get(key, {}):
         member = state.members.get(worker)
         if member is None or not member.is_connected or member.report.closing or member.hello.reliable:
@@ -180,12 +180,11 @@ def is_kept_by_spot(state: State, record: VersionRecord, key: LayoutKey) -> bool
     return False
 
 
-# --- How the living replicas of a model are cut: what whoever publishes it must reckon with before anything is
-# hashed.
+# --- The layouts of the living replicas of a model. A publisher cuts its tiles for all of them.
 
 
 def cuts_of(state: State, name: ModelName, asker: ReplicaName | None = None) -> CutsView:
-    """The boxes of every living worker of the model that has said any, each once, and who has them.
+    """The boxes of every living worker of the model, each once, and which workers have them.
 
     And who of the asker's replica is there.
     """
@@ -215,18 +214,18 @@ def _siblings(state: State, replica: Replica) -> tuple[tuple[int, ...], str]:
     return here, f"shard {shard} of {replica.name} could not make its last call, and has left: {why.message}"
 
 
-# --- What a version is and who has it, for somebody who has registered nothing: one shard at a time.
+# --- What a version is and which workers have it, for a client without tensors: one shard at a time.
 
 
 MAX_SOURCES = 8  # one of which should answer
 
 LISTENS = Failure(
-    "unavailable", "the reference server has restarted, and not everybody has reported to it yet", "retry"
+    "unavailable", "the reference server has restarted, and not all workers have reported to it yet", "retry"
 )
 
 
 def describe(state: State, name: ModelName, spec: Spec, shard: Shard) -> DescribedView:
-    """The layout of that shard of the version that the spec means now, and those who have it whole."""
+    """The layout of that shard of the version that the spec means now, and its whole holders."""
     model = state.models.get(name)
     if model is None:
         unknown = Failure("version-unavailable", f"no model {name!r} is known", "is its trainer running?")
@@ -244,14 +243,14 @@ def describe(state: State, name: ModelName, spec: Spec, shard: Shard) -> Describ
     key = layout_set[shard]
     layout = state.layouts.get(record.layouts[key]) if key in record.layouts else None
     if layout is None:
-        text = f"nobody has said how shard {shard} of version {version} of {name} is laid out"
-        return DescribedView(failure=Failure("version-unavailable", text, "whoever registers it says so"))
+        text = f"no worker has said how shard {shard} of version {version} of {name} is laid out"
+        return DescribedView(failure=Failure("version-unavailable", text, "wait until a worker registers it"))
     sources = tuple(_sources(state, model, record, key)[:MAX_SOURCES])
     return DescribedView(version, len(layout_set), record.roots[key], bytes(layout.layout), sources)
 
 
 def _layout_set_of(model: Model, record: VersionRecord) -> LayoutSet:
-    """In which the version is told of: one of which somebody has each line."""
+    """The layout in which the version is described: one that is held whole, if there is one."""
     layout_sets = list(model.known_layout_sets())
     return next(
         (layout_set for layout_set in layout_sets if all(record.whole.get(key) for key in layout_set)), layout_sets[0]
@@ -259,7 +258,7 @@ def _layout_set_of(model: Model, record: VersionRecord) -> LayoutSet:
 
 
 def _sources(state: State, model: Model, record: VersionRecord, key: LayoutKey) -> list[SourceView]:
-    """Those of whom most is to be hoped first."""
+    """The most promising sources first."""
     found = []
     for member in [state.known(worker) for worker in record.whole.get(key, {})]:
         from_host = not member.holds(record.version)

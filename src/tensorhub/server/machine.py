@@ -1,4 +1,4 @@
-"""The reference server's machine: who is alive, what exists, who reads from whom, who may change its buffer.
+"""The reference server's machine: messages in, orders out.
 
 `handle` takes in one message and returns what to send to whom. The server believes what workers report, and remembers
 nothing that they could not tell it again. After a restart it waits until everybody has reported, for one lease at most.
@@ -116,7 +116,7 @@ class Server:
         """The same in the time awake."""
         state = self.state
         if not len(state.members) and not state.is_recovering:
-            return inf  # nobody's time is running
+            return inf  # no lease is running
         soon = state.now + state.settings.report_s
         return min(soon, state.members.next_time(), state.recovered_at if state.is_recovering else inf)
 
@@ -174,7 +174,7 @@ class Server:
             return admission.taken(state, member), None
         if member is None:
             for newcomer in admission.giving_way(state, hello, report):
-                sessions.end(state, newcomer, "gave way to who had lived before")
+                sessions.end(state, newcomer, "gave way to a worker that had lived before")
             refusal = admission.why_refuse(state, hello, report)
             if refusal is None and sender in state.spent:
                 model = state.models.get(hello.model)
@@ -201,7 +201,7 @@ class Server:
     # --- what follows -------------------------------------------------------------------------------------------------
 
     def _settle(self, reporter: Member | None = None) -> Outbox:
-        """Decide for the reporter and everybody who is dirty until nothing changes any more, then say what is new.
+        """Decide for the reporter and all dirty workers until nothing changes any more, then send what is new.
 
         Rules that contradict each other would go on for ever: a worker that was decided for `MAX_ROUNDS` times waits
         for the next event.
@@ -236,7 +236,7 @@ class Server:
             member = state.members.get(worker)
             if member is not None:
                 outbox += self._say(member, must_answer)
-        if state.dirty and not goes_round:  # somebody was told to let something go
+        if state.dirty and not goes_round:  # a worker was told to drop a copy
             outbox += self._settle()
         state.to_advance.clear()
         return outbox

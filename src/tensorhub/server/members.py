@@ -31,7 +31,7 @@ from ..protocol.settings import Settings
 #
 # All workers of one line have the same bytes of a version, chunk by chunk, and read from each other. A layout with
 # boxes says itself what it is of; without them a shard is known by its number among so many. A version may be had in
-# several cuts: it is there as long as somebody has each line of one of them.
+# several cuts: it is there as long as all keys of one of them are held.
 
 
 class LayoutKey(NamedTuple):
@@ -84,7 +84,7 @@ class Pace:
     arrived_bytes: int = 0
     rate: float | None = None  # bytes/s over the last few seconds; None: not known yet
     unsure: float = 0.0  # how much higher it may be, where only whole chunks are seen
-    is_stuck: bool = False  # too slow, and no other source would help: those who read behind it need not wait
+    is_stuck: bool = False  # too slow, and no other source would help: readers behind it need not wait
     _part_bytes: int = 0  # that had come when it last moved on
     _first: int | None = None  # chunks in place when it began
     _marks: deque[tuple[float, int]] = field(default_factory=deque)
@@ -107,7 +107,7 @@ class Pace:
         is_other = arrived_bytes < self.arrived_bytes or done < self.done  # another transport, another fill
         self.arrived_bytes = arrived_bytes
         if is_other or not self._marks or self.told_at < now - over_s:
-            self.rest(now)  # it began at some time after its reader's report before: nobody is blamed for that
+            self.rest(now)  # it began at some time after its reader's last report
         part_bytes = max(LEAST_PART_BYTES if not chunk_bytes else 1, chunk_bytes // PARTS)
         if done > self.done or arrived_bytes >= self._part_bytes + part_bytes:
             self.moved_at, self._part_bytes = now, arrived_bytes
@@ -189,7 +189,7 @@ class Content:
 
 @dataclass
 class Staying:
-    """Who has what in its buffer and does not want to take it back: while all leave a version, few of its holders."""
+    """Workers that hold a version in their buffer and do not withdraw it."""
 
     by_place: dict[Place, dict[WorkerId, None]] = field(default_factory=dict)
 
@@ -198,7 +198,7 @@ class Staying:
         return self.by_place.get((version, key), {})
 
     def has_other(self, worker: WorkerId, place: Place) -> bool:
-        """Somebody else stays with that, whatever this one does."""
+        """Another worker stays with that."""
         those = self.by_place.get(place, {})
         return len(those) > (worker in those)
 
@@ -243,7 +243,7 @@ def version_in(buffer: Buffer | None) -> Version | None:
     return buffer.version if isinstance(buffer, (Filling, *WHOLE)) else None
 
 
-# --- Who could make a host copy of a version ahead of need, the best first. One table for each shard of a version.
+# --- Candidates for a host copy ahead of need, the best first. One table for each shard of a version.
 
 
 ROOM = 16  # former ranks that may stay
@@ -251,10 +251,10 @@ Rank = tuple[bool, bool, WorkerId]  # smaller is better
 
 
 class CopyCandidates:
-    """Whoever was offered stays until it is found to be unable, or offered with another rank."""
+    """A candidate stays until it is found to be unable, or offered with another rank."""
 
     def __init__(self) -> None:
-        self.chosen: WorkerId | None = None  # who was found to be the best last
+        self.chosen: WorkerId | None = None  # the best candidate when last asked
         self._ranks: dict[WorkerId, Rank] = {}
         self._heap: list[Rank] = []
 
@@ -275,7 +275,7 @@ class CopyCandidates:
         return self.chosen == worker
 
     def best(self, is_able: Callable[[WorkerId], bool]) -> WorkerId | None:
-        """The best of those who are able; the others are forgotten on the way."""
+        """The best candidate that is able; others before it are forgotten."""
         while self._heap:
             rank = self._heap[0]
             worker = rank[-1]
@@ -288,17 +288,17 @@ class CopyCandidates:
         return None
 
 
-# --- Who waits for what: the members of one model for whom a change elsewhere may mean something to do.
+# --- Watches: the topics that each member of a model waits for.
 #
-# A member that is decided for says what it waits for from then on, as topics. Whoever changes something of a topic has
-# those decided for again that wait for it, and nobody else.
+# A member that is decided for says what it waits for from then on, as topics. A change of a topic
+# makes only the members dirty that wait for it.
 
 
 # Something that may change: what it is, and of which version and line. Of the model as a whole where it names none.
 Topic = tuple[str, Version | None, LayoutKey | None]
 
 NEWS: Topic = ("news", None, None)  # which versions there are, and which of them are to be kept
-SERVICE: Topic = ("service", None, None)  # whether somebody serves a version that exists
+SERVICE: Topic = ("service", None, None)  # whether an existing version is served
 ARRIVALS: Topic = ("arrivals", None, None)  # whether others still are on their way to a version
 
 
@@ -308,12 +308,12 @@ def loss_of(version: Version) -> Topic:
 
 
 def sources_of(version: Version, key: LayoutKey) -> Topic:
-    """From whom that line of the version may be read."""
+    """From which workers that key of the version may be read."""
     return "sources", version, key
 
 
 def references_of(version: Version, key: LayoutKey) -> Topic:
-    """Who keeps that line of the version, and who is to get it yet."""
+    """Which workers keep that key of the version, and which are to get it yet."""
     return "references", version, key
 
 
@@ -343,7 +343,7 @@ class Watches:
             del self._of[worker]
 
     def waiting_for(self, topic: Topic) -> list[WorkerId]:
-        """Those who wait for it, the first who came first."""
+        """The members that wait for it, in the order in which they came."""
         return list(self._by.get(topic, ()))
 
     def waits_for_more(self, worker: WorkerId, than: str) -> bool:
@@ -355,7 +355,7 @@ class Watches:
         return worker in self._of
 
 
-# --- Who lives of one model, so that a later life of the server can tell whether anybody is missing.
+# --- The roll of a model: its living sessions, so that a later life of the server can tell which are missing.
 #
 # A set of sessions is written as how many they are and the sum of a keyed hash of each: the same for the same set, in
 # whatever order they came and went. A session is *witnessed* when another worker, itself witnessed, is known to know of
@@ -389,24 +389,24 @@ class Tally:
 
 @dataclass
 class Roll:
-    """Who lives and who is witnessed; and after a restart, who has answered the roll call."""
+    """Living and witnessed sessions; after a restart, those that have answered the roll call."""
 
-    is_over: bool = True  # the roll call: nobody is missing to whom a former life may have promised anything
+    is_over: bool = True  # the roll call: no worker is missing to which a former life may have promised anything
     living: Tally = field(default_factory=Tally)
-    roster: Roster | None = None  # of those who live now; None: not made yet
+    roster: Roster | None = None  # of the living sessions; None: not made yet
     upto: Number = Number(0)  # sessions up to this one are witnessed
     witnessed: dict[WorkerId, Number] = field(default_factory=dict)  # the sessions that live, oldest first
     unwitnessed: dict[WorkerId, Number] = field(default_factory=dict)
     shown: Roster | None = None  # the newest of a former life
-    answered: Tally = field(default_factory=Tally)  # who has shown one, by their former sessions
+    answered: Tally = field(default_factory=Tally)  # that have shown one, by their former sessions
     unaware: dict[WorkerId, None] = field(
         default_factory=dict
     )  # those of them that have not said yet that they heard this life
-    doubted: dict[WorkerId, None] = field(default_factory=dict)  # who has other content than was heard of before
+    doubted: dict[WorkerId, None] = field(default_factory=dict)  # that have other content than was heard of before
 
     @property
     def is_complete(self) -> bool:
-        """Those who have answered are all of the newest roster, and have heard this life."""
+        """All of the newest roster have answered, and have heard this life."""
         return self.shown is not None and not self.unaware and self.answered.is_that_of(self.shown)
 
     def begin(self, worker: WorkerId, session: Number, key: int) -> None:
@@ -433,7 +433,7 @@ class Roll:
 # --- The reads that may be going on: every grant from when it is given until its reader says that it is closed.
 #
 # A read that was taken back is *void*. It no longer counts, but it stays open until its reader confirms that it has
-# stopped: its source must not change a buffer that somebody may still be reading.
+# stopped: its source must not change a buffer that a reader may still read.
 
 
 K = TypeVar("K")
@@ -541,7 +541,7 @@ class OpenReads:
         return over
 
     def readers_behind(self, worker: WorkerId, version: Version) -> dict[WorkerId, None]:
-        """The worker itself, those who read the version from it, those who read it from them, and so on."""
+        """The worker itself, its readers of the version, their readers, and so on."""
         found: dict[WorkerId, None] = {worker: None}
         queue = [worker]
         while queue:
@@ -572,7 +572,7 @@ def _forget(table: dict[WorkerId, dict[K, OpenRead]], key: WorkerId, name: K) ->
         del table[key]
 
 
-# --- Who is alive: one `Member` for each session, and when each lease ends.
+# --- Sessions: one `Member` for each, and when its lease ends.
 #
 # A session is one life of a worker as the server knows it. It begins with the first report of that life, and ends when
 # no report came for a lease, or when the worker says that it leaves. A broken connection is not a death.
@@ -634,14 +634,14 @@ class Member:
     session: Number
     lease_end: float
     silent_at: float = inf  # when it will not have been heard for more than two reports
-    report: Report = field(default_factory=lambda: Report(number=0))  # as it came: nobody changes it
+    report: Report = field(default_factory=lambda: Report(number=0))  # as it came, and never changed
     content: Content = field(default_factory=lambda: NOTHING)  # what it has of that, as far as the server believes it
     is_connected: bool = True
     former_session: Number = Number(0)  # before this one: of a server before this one, perhaps
     former_seen: Number = Number(0)  # the highest number that it had heard by then
     is_stranger: bool = False  # and it was not on the roll of those who lived when that one died
-    asked: Number = Number(0)  # it was asked to say that it knows who lives, up to that session
-    asked_since: float = inf  # and since when somebody has waited for that
+    asked: Number = Number(0)  # it was asked to show that it knows the sessions up to that one
+    asked_since: float = inf  # and since when a worker has waited for that
     awaited_by: dict[WorkerId, None] = field(
         default_factory=dict
     )  # workers to decide for again when it has heard of its session
@@ -658,15 +658,15 @@ class Member:
     best: dict[tuple[bool, bool], float] = field(default_factory=dict)  # the highest rate that it got, by distance
     moves: int = 0  # away from sources that were too slow
     may_move_at: float = -inf  # again
-    gives_way_to: WorkerId | None = None  # who left it for its own source
+    gives_way_to: WorkerId | None = None  # the reader that left it for its own source
     alone_until: float = -inf  # it could not map what another worker of its host has: it fetches its own copies
     capacity: Capacity = field(default_factory=Capacity)  # as a source
-    is_doubted: bool = False  # somebody failed to read from it, and it has not been heard since
+    is_doubted: bool = False  # a read from it failed, and it has not been heard since
     crossing: Crossing | None = None  # of the read across that it was granted last
     told: Told | None = None  # what it was told last, as far as that may be news
     settled_at: int = -1  # how often something had happened when it was last decided for
     report_s: float = 0.0  # how often it was last told to report
-    is_drained: bool = False  # was told that nobody reads from its buffer any more, so nobody may begin to
+    is_drained: bool = False  # was told that its buffer has no readers, so no reader may begin
     releasing: dict[int, None] = field(default_factory=dict)  # host copies, by number, that are to go: no more sources
     closing_since: float = inf
     conflict: Digest = Digest("")  # the root of what it holds that is not what its version is

@@ -28,11 +28,11 @@ from .sources import Wanted
 from .state import State
 from .versions import Model, VersionRecord
 
-# --- When a worker may change its buffer: nobody reads from it any more, and nobody was promised what only it has.
+# --- Drains: a worker may change its buffer when it has no reader, and is not the only source of a promised version.
 
 
 class Drained(NamedTuple):
-    """Which version nobody reads any more, if any, and when to ask again although nothing may have been heard."""
+    """The version without readers, if any, and when to ask again although nothing may have been heard."""
 
     version: Version | None = None
     look_again_at: float = inf
@@ -42,7 +42,7 @@ NOT_DRAINED = Drained()
 
 
 def drained_version(state: State, model: Model, member: Member) -> Drained:
-    """The version that this worker wants to leave, if nobody reads it there any more or still has to."""
+    """The version that this worker wants to leave, if it has no reader left and none to come."""
     buffer = member.content.buffer
     if not isinstance(buffer, (Withdrawing, Poisoned)) or buffer.version is None:
         return NOT_DRAINED
@@ -69,7 +69,7 @@ def drained_version(state: State, model: Model, member: Member) -> Drained:
 
 
 def _has_readers(state: State, source: Member, version: Version) -> bool:
-    """Somebody must be waited for before the source may change its buffer.
+    """A reader must be waited for before the source may change its buffer.
 
     A reader that has only opened there what comes next reads nothing of what the buffer has now.
     """
@@ -77,7 +77,7 @@ def _has_readers(state: State, source: Member, version: Version) -> bool:
 
 
 def is_last_holder(state: State, model: Model, record: VersionRecord, leaver: Member) -> bool:
-    """Nobody else holds this line of the version whole and stays, nor all lines of another cut."""
+    """No other worker holds this key of the version whole and stays, nor all keys of another layout."""
     for worker in record.holders.get(leaver.layout_key, {}):
         member = state.members.get(worker)
         if member is None:
@@ -107,7 +107,7 @@ def is_awaited(state: State, model: Model, record: VersionRecord, leaver: Member
     return False
 
 
-# --- Who reads a version out of another cut than its own, from whom, and what becomes of each part of such a read.
+# --- Reads across: a worker reads a version from workers of another layout, one part from each.
 #
 # Rules:
 # - A worker reads across only where nobody sound of its own line could be its source; and only one of each line and
@@ -191,7 +191,7 @@ def keep_up(state: State, model: Model, record: VersionRecord, member: Member, w
     """It reads across: see that each line has a source, or has brought all."""
     plan = _plan(member, wanted)
     if plan is None:
-        if model.roll.is_over:  # granted before a restart, out of a cut that nobody remembers
+        if model.roll.is_over:  # granted before a restart, out of a layout that is not known any more
             take_back(state, member)
             set_out(state, model, record, member, to_host=wanted.to_host)
         return
@@ -256,7 +256,7 @@ def _plan(member: Member, wanted: Wanted) -> Crossing | None:
 
 
 def _is_elected(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
-    """Nobody else of its line and site reads the version across, or should do so before it.
+    """No other worker of its layout and site reads the version across, or should do so before it.
 
     One to whom nothing comes keeps nobody from it.
     """
@@ -358,7 +358,7 @@ def _choose(
     *,
     instead_of: OpenRead | None = None,
 ) -> Choice | None:
-    """The best source for that line. `instead_of`: for what is read now only such as will do better."""
+    """The best source for that key. `instead_of`: only sources that will do better than that read."""
     found = admission.allowed(state, model, member, sources.whole_sources(state, record, member, key))
     if instead_of is not None:
         former, is_in_need = (
@@ -376,7 +376,7 @@ def _choose(
 
 
 def _would_do(choice: Choice | None, *, is_in_need: bool) -> bool:
-    """There is one, and nothing is to be said against it; or it is better than none for who is in need."""
+    """There is a sound source; or any source, for a reader in need."""
     if choice is None or choice[0].is_doubtful:
         return False
     return is_in_need or not (choice[0].is_slow or choice[0].is_withdrawing)
@@ -420,8 +420,7 @@ def _rank(chosen: list[Choice]) -> tuple[object, ...]:
     )
 
 
-# --- Who may read what now: gives a worker its read, takes it back, and looks for another source where its own
-# leaves.
+# --- Grants: gives a worker its read, takes it back, and looks for another source where its own leaves.
 #
 # `decide_read` takes one step after another: the next follows from what the one before has changed.
 
@@ -484,7 +483,7 @@ def _begin_anew(state: State, model: Model, record: VersionRecord, member: Membe
 
 
 def _is_had_in_its_layout(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
-    """Somebody of its own line has all of the version, and lives.
+    """A living worker of its own layout has all of the version.
 
     Better one that was too slow for it, or that wants to leave the version, than none.
     """
@@ -551,7 +550,7 @@ def _is_impatient(source: Member, version: Version) -> bool:
 def _grant(state: State, model: Model, record: VersionRecord, member: Member, *, to_host: bool) -> None:
     if _read_across(state, model, record, member, to_host=to_host):
         return
-    if member.layout_key not in record.roots:  # only such as are filling have reported: nobody could say what is good
+    if member.layout_key not in record.roots:  # only filling workers have reported: the right digests are not known
         if layouts.can_cross(record, member.layout_key):
             see_that_it_begins(state, model, record, member)
         return
@@ -578,7 +577,7 @@ def _read_across(state: State, model: Model, record: VersionRecord, member: Memb
 
 
 def _has_sound_source(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
-    """Somebody of its own line has the version, or is getting it, and nothing is to be said against him."""
+    """A sound worker of its own layout has the version, or is getting it."""
     return any(
         not candidate.is_doubtful
         and not candidate.is_withdrawing
@@ -633,7 +632,7 @@ def interests_of(
         found += [
             references_of(copy.version, content.layout_key_of(copy.version, is_copy=True)) for copy in content.copies
         ]
-    if key.is_boxed:  # who has it in another cut counts too
+    if key.is_boxed:  # workers with another layout count too
         kept = [topic[1] for topic in found if topic[0] == "references" and topic[1] is not None]
         found += [
             references_of(version, each) for version in kept for layout_set in model.layout_sets for each in layout_set

@@ -9,7 +9,7 @@ from . import state as facts
 from .members import OpenRead, Tier
 from .state import State
 
-# --- Who reads from whom: facts in, (source, reason) out.
+# --- The choice of a source: facts in, (source, reason) out.
 #
 # The rule minimises the predicted finish of the read. A source's uplink is shared by its readers: the fewer the better;
 # a source that is itself still filling is as good as a full one, because its reader follows one chunk behind. So
@@ -30,7 +30,7 @@ class Candidate:
     done: int  # chunks in place, of one that is filling
     published: bool  # by this worker itself
     is_withdrawing: bool
-    is_doubtful: bool  # it seems to be dead, or nobody can reach it
+    is_doubtful: bool  # it seems to be dead or unreachable
     is_near: bool  # on the reader's own host
     is_same_site: bool
     avoided_until: float  # it failed this reader lately; -inf: it did not
@@ -74,7 +74,7 @@ def _reason(best: Candidate, usable: int) -> str:
     load = "idle" if best.load == 0 else f"serves {best.load} more"
     where = "same host" if best.is_near else ("same site" if best.is_same_site else "other site")
     where += f" that {best.leaving_site} more leave" if best.leaving_site else ""
-    leaving = ", withdrawing, but nobody else has it" if best.is_withdrawing else ""
+    leaving = ", withdrawing, but no other worker has it" if best.is_withdrawing else ""
     doubtful = ", in doubt" if best.is_doubtful else (", slow" if best.is_slow else "")
     return f"{role}, {what}, {load}, {where}{leaving}{doubtful}; best of {usable}"
 
@@ -131,7 +131,7 @@ def brings_nothing(state: State, read: OpenRead) -> bool:
 
 
 def is_cut_off(state: State, read: OpenRead) -> bool:
-    """Nothing comes by it, nor will: somebody further up reads in vain, or does not read the rest."""
+    """Nothing comes by it, nor will: a source further up gets nothing, or does not read the rest."""
     above: OpenRead | None = read
     for _ in range(MAX_HOPS):
         if above is None:

@@ -27,14 +27,13 @@ from .sources import Wanted
 from .state import State
 from .versions import Model, are_equal
 
-# --- How a restarted server finds out that nobody is missing, and what every server does for that (decision 0021).
+# --- Roll call: how a restarted server learns that no worker is missing (decision 0021).
 #
 # Rules:
-# - With all orders a worker gets the *roster*: who lives of its model. It shows the newest in its reports. The roll
-# call
-#   of a new life is over when exactly those on the newest roster have shown one, and have heard this life.
-# - Nobody is granted a read, a publish or a claim before another worker knows of it, its *witness*.
-# - While the roll is called nobody gets a roster, and nobody reads from a worker that has not heard this life.
+# - With all orders a worker gets the *roster*: the living sessions of its model. It shows the newest in its reports.
+#   The roll call of a new life is over when all on the newest roster, and no others, have shown one and heard it.
+# - A worker is granted a read, a publish or a claim once another worker knows of it, its *witness*.
+# - During the roll call no worker gets a roster, and none reads from a worker that has not heard this life.
 # - A worker that has lived before and is not on the roll is a *stranger*. For one lease it is not drained, and gets no
 #   roster.
 #
@@ -63,7 +62,7 @@ def end_roll_call(state: State, model: Model, member: Member) -> None:
 
 
 def hear(state: State, model: Model, member: Member) -> None:
-    """What follows from its report for the roll, and for who waits for a witness."""
+    """What follows from its report for the roll, and for workers that wait for a witness."""
     roll, told = model.roll, member.report.roster
     if member.report.session != member.session:
         return  # it has not heard of this session yet: what it shows is of a former one
@@ -83,10 +82,10 @@ def hear(state: State, model: Model, member: Member) -> None:
 
 
 def close(state: State, model: Model) -> None:
-    """The roll call is over: nobody is missing, or a lease is over."""
+    """The roll call is over: no worker is missing, or a lease is over."""
     roll = model.roll
     roll.is_over = True
-    roll.witness(state.next_number())  # the first roster has all who are here
+    roll.witness(state.next_number())  # the first roster has all workers that are here
     roll.shown, roll.unaware = None, {}
     evidence.judge_doubted(state, model)
     model.changed.update(dict.fromkeys(model.versions))
@@ -94,7 +93,7 @@ def close(state: State, model: Model) -> None:
 
 
 def end_recovery(state: State) -> None:
-    """A lease is over: whoever has not reported has no session any more."""
+    """A lease is over: a worker that has not reported has no session any more."""
     state.is_recovering = False
     for model in state.models.values():
         model.is_listening = False
@@ -153,7 +152,7 @@ def count(state: State, report: Report) -> None:
 
 
 def take_layout(state: State, layout: LayoutInfo) -> None:
-    """The tensors that some worker has registered: to name the one that differs, and for who asks what a version is."""
+    """The tensors that a worker has registered: to name the one that differs, and to describe a version."""
     state.counters["layouts"] += 1
     state.layouts[layout.digest()] = state.layouts.pop(layout.digest(), layout)  # newest last
     if len(state.layouts) > state.most_layouts:
@@ -218,7 +217,7 @@ def note_call(member: Member) -> None:
 
 
 def _count_failure(state: State, reader: Member, failure: TicketFailure, reads: list[OpenRead]) -> None:
-    """What follows from a failed read: for its reader, and for all who might choose that source too.
+    """What follows from a failed read: for its reader, and for all others that might choose that source.
 
     `reads`: those that its reader had until then.
     """
@@ -264,7 +263,9 @@ def close_reads(state: State, member: Member, upto: Ticket | None, beside: tuple
     model = state.models[member.hello.model]
     for read in state.close_reads(member.worker, upto, beside):
         _note_one_reader_less(state, model, read)
-        state.mark_waiting_dirty(model, sources_of(read.version, read.layout_key))  # it is behind nobody any more
+        state.mark_waiting_dirty(
+            model, sources_of(read.version, read.layout_key)
+        )  # it is behind no other reader any more
         record = model.versions.get(read.version)
         _note_ended(state, model, member, read)
         still = state.reads.current.get(member.worker)
@@ -395,7 +396,7 @@ def _note_ended(state: State, model: Model, reader: Member, read: OpenRead) -> N
     rates.append(reader.report.size_bytes * (1.0 - read.had) / took_s)
 
 
-# --- Reports from which nothing follows: who sends one is told again what it was told last.
+# --- Reports that change nothing: their sender is told again what it was told last.
 #
 # Most reports are such:
 # - A worker lives and does nothing.
@@ -430,7 +431,7 @@ def take(state: State, report: Report, sender: str, arrived: float) -> Member | 
 
 
 def _known(state: State, report: Report, sender: str) -> Member | None:
-    """The member, if it could be told again what it was told last: it is here, and nobody waits for a word of it."""
+    """The member, if it could be told again what it was told last: it is here, and no worker waits for its report."""
     hello = state.hellos.get(sender)
     member = state.members.get(state.speakers[sender]) if hello is not None else None
     if member is None or hello is None or state.is_recovering or state.dirty:
@@ -466,7 +467,7 @@ def _take_in(state: State, model: Model, member: Member, report: Report, arrived
 
 
 def _is_still(state: State, model: Model, member: Member, report: Report) -> bool:
-    """It waits for nothing, and nothing has happened to anybody since it was decided for."""
+    """It waits for nothing, and nothing has happened since it was decided for."""
     if member.settled_at != state.happened or model.watches.is_waiting(member.worker):
         return False
     return not state.reads.of(member.worker) and is_same(report, member.report)
@@ -546,7 +547,7 @@ def _is_same_else(report: Report, before: Report) -> bool:
 
 
 def begin(state: State, hello: Hello, sender: str, report: Report) -> Member:
-    """Somebody who has no session has reported."""
+    """A worker without a session has reported."""
     model = state.models.get(hello.model)
     state.left.pop(hello.model, None)
     if model is None:
@@ -607,7 +608,7 @@ def end(state: State, member: Member, why: str) -> None:
         state.mark_readers_dirty(member.worker)
         state.mark_waiting_dirty(model, ARRIVALS)
     apply.offer_copy_candidate(state, model, member)
-    apply.note_changed_versions(state)  # what is lost with it is said at once, though nobody may be dirty
+    apply.note_changed_versions(state)  # what is lost with it is said at once, though no worker may be dirty
 
 
 def forget_models(state: State) -> None:
@@ -653,7 +654,7 @@ def _is_of_a_former_job(state: State, replica: Replica, member: Member) -> bool:
 
 
 def connect(state: State, hello: Hello, sender: str) -> None:
-    """Somebody has said who it is, over that connection."""
+    """A worker has said hello over that connection."""
     state.hellos[sender], state.speakers[sender] = hello, hello.worker
     member = state.members.get(hello.worker)
     if member is not None:

@@ -82,7 +82,7 @@ def _index_contradiction(state: State, model: Model) -> str | None:
 
 
 def _content_contradiction(state: State, model: Model) -> str | None:
-    """Who is believed to have all of a version, of which it is not known what it is: nobody could read it there."""
+    """A worker counts as a whole holder of a version whose content is not known."""
     for member in state.members.all():
         if member.hello.model != model.name:
             continue

@@ -52,25 +52,25 @@ def _is_to_hear_that_it_goes(state: State, model: Model, member: Member, version
     return bool(going) and not set(going) <= set(retention.copies_to_release(state, model, member))
 
 
-# --- Whom a reader could read from, and what the choice between them depends on.
+# --- The candidate sources of a reader, and what the choice among them depends on.
 #
 # Between datacenters each shard of a version travels once: one worker of a site, the *seed*, reads it from another
 # site. Who is the seed follows from how things are: who already reads across; else, of those that want the version
 # now and have no source, the one that has most of it, so that a seed that died is replaced where the least has to
-# come again. The others of the site wait for it, or read behind it. Nobody waits for one who has gone, though its
+# come again. The others of the site wait for it, or read behind it. No worker waits for one that has gone, though its
 # lease may still last.
 
 
-MAX_ALL = 8  # holders of whom each is looked at: beyond that an idle one is taken from their index
+MAX_ALL = 8  # holders that are each looked at: beyond that an idle one is taken from their index
 
 
 def candidates(state: State, model: Model, record: VersionRecord, reader: Member) -> list[Candidate]:
-    """Whom the reader may be given as its source."""
+    """The candidates that the reader may be given."""
     return admission.allowed(state, model, reader, possible(state, model, record, reader))
 
 
 def to_choose_from(state: State, model: Model, record: VersionRecord, reader: Member) -> list[Candidate]:
-    """Those that the reader could read from among whom the best one is: of many holders not all are looked at."""
+    """Candidates among which the best one is: of many holders not all are looked at."""
     found: list[Candidate] = []
     if len(record.holders.get(reader.layout_key, {})) > MAX_ALL and model.roll.is_over:
         found = idle(state, model, record, reader)
@@ -116,7 +116,7 @@ def _sound(state: State, record: VersionRecord, reader: Member, worker: WorkerId
 
 
 def possible(state: State, model: Model, record: VersionRecord, reader: Member) -> list[Candidate]:
-    """Whom the reader could read from; across sites only if it is the seed of its own."""
+    """All candidates of the reader; across sites only if it is the seed of its own."""
     behind = state.reads.readers_behind(reader.worker, record.version)
     leaving = reads_leaving(state, record, reader) if len(model.sites) > 1 else None
     found = []
@@ -169,7 +169,7 @@ def host_copy_of(state: State, record: VersionRecord, reader: Member, member: Me
 
 
 def may_cross(state: State, model: Model, record: VersionRecord, reader: Member) -> bool:
-    """The reader is the seed of its site for its shard: nobody else is to read that across."""
+    """The reader is the seed of its site for its shard: no other worker is to read that across."""
     best: tuple[tuple[object, ...], Member] | None = None
     for member in facts.members_of(state, model, reader.layout_key):
         has_source = state.reads.current.get(member.worker) is not None
@@ -205,7 +205,7 @@ def _candidate(
     current = state.reads.current.get(worker)
     is_filling = current is not None and current.version == version and current.grant.to_host == from_host
     if not has_all and (not is_filling or (not from_host and retention.leaves_last(state, member))):
-        return None  # it waits for a source itself, or for those who would read behind it
+        return None  # it waits for a source itself, or for its readers
     if not has_all and current is not None and current.shares:
         return None  # it has all of it at once, or nothing
     buffer, copy, here, there = member.content.buffer, member.copy(version), reader.hello, member.hello
@@ -228,7 +228,7 @@ def _candidate(
     )
 
 
-# --- One host fetches each host copy once: who needs the same copy waits for it, and then shares its memory.
+# --- Shared host copies: one worker of a host fetches a copy, the others wait, and then map its memory.
 #
 # Rules:
 # - Workers share if they name the same place, which says that each can map what the other has; and have the same line,
@@ -258,7 +258,7 @@ def copies_to_share(state: State, model: Model, record: VersionRecord, member: M
 
 
 def awaited_until(state: State, model: Model, record: VersionRecord, member: Member) -> float | None:
-    """Another worker fetches what the member could share: when to look whether it still does. None: nobody does."""
+    """Another worker fetches what the member could share: when to look whether it still does. None: no worker does."""
     if not _may_share(state, record, member):
         return None
     for mate in _mates(state, model, member):
@@ -363,7 +363,7 @@ def leave_slow(state: State, model: Model, record: VersionRecord, reader: Member
 
 
 def _note_stuck(state: State, reader: Member, read: OpenRead) -> None:
-    """It is slow, and nobody would do better, or it was tried in vain."""
+    """It is slow, and no other source would do better, or it was tried in vain."""
     if not read.pace.is_stuck:
         state.call_stuck(read)
     source = state.members.get(read.source)
@@ -375,7 +375,7 @@ def _note_stuck(state: State, reader: Member, read: OpenRead) -> None:
     for worker in reader.left:
         left = state.members.get(worker)
         if left is not None:
-            left.slow_until = -inf  # it was not that one who is slow
+            left.slow_until = -inf  # it was not the slow one
     if source is not None:
         source.capacity.forget(state.now)  # nor has this one more to give
 
@@ -425,7 +425,7 @@ def _why_leave(
 
 
 def _is_better(state: State, read: OpenRead, candidate: Candidate, needed: float) -> bool:
-    """It would bring so much, as far as can be known. Who wants to leave the version is better than what is in vain."""
+    """It would bring so much, as far as can be known. A withdrawing source is better than one that brings nothing."""
     if candidate.worker == read.source or candidate.is_doubtful:
         return False
     if candidate.is_withdrawing and not (candidate.is_full and selection.brings_nothing(state, read)):
@@ -449,7 +449,7 @@ def _is_better(state: State, read: OpenRead, candidate: Candidate, needed: float
     if is_still:
         return selection.brings_nothing(state, read) or not any(selection.is_held_up(state, one) for one in others)
     if any(one.pace.rate is None for one in others):
-        return False  # it serves somebody of whom too little is known yet
+        return False  # too little is known yet of one of its readers
     spare = source.capacity.best - sum(one.pace.rate or 0.0 for one in others)
     if its_own is not None and its_own.source == candidate.worker:
         spare += its_own.pace.rate or 0.0  # which gives way
@@ -459,7 +459,7 @@ def _is_better(state: State, read: OpenRead, candidate: Candidate, needed: float
 def _is_sound(state: State, worker: WorkerId, *, without: WorkerId) -> bool:
     """It is filling, and so is each source above it, up to one that has everything. None of them is `without`."""
     read = state.reads.current.get(worker)
-    for _ in range(selection.MAX_HOPS):  # nobody moves to a source that is further from the root
+    for _ in range(selection.MAX_HOPS):  # no reader moves further from the root
         if read is None or read.source == without or read.pace.is_stuck or selection.is_held_up(state, read):
             return False
         source = state.members.get(read.source)
@@ -498,7 +498,7 @@ def _settle_places(state: State, model: Model, record: VersionRecord, reader: Me
 def _follow(
     state: State, model: Model, record: VersionRecord, reader: Member, read: OpenRead, other: WorkerId, why: str
 ) -> bool:
-    """Read behind that one, or behind the last of those who do."""
+    """Read behind that one, or behind the last of its readers."""
     found = [
         candidate
         for candidate in candidates(state, model, record, reader)
@@ -609,7 +609,7 @@ def _has_begun(reader: Member, read: OpenRead) -> bool:
 
 
 def _is_idle(candidate: Candidate, is_shared: bool) -> bool:
-    """It has everything and serves nobody; in another site, no other read leaves that one."""
+    """It has everything and serves no reader; in another site, no other read leaves that one."""
     is_all_its_own = candidate.is_full and not candidate.load and not candidate.published
     return is_all_its_own and (candidate.is_same_site or (is_shared and not candidate.leaving_site))
 
@@ -624,7 +624,7 @@ def _is_near(state: State, reader: Member, candidate: Candidate) -> bool:
 def _for_idle(
     state: State, model: Model, record: VersionRecord, reader: Member, *, is_among_all: bool
 ) -> list[Candidate]:
-    """Among whom an idle source is looked for; where any other may do, or one in another site, among all."""
+    """Candidates among which an idle source is looked for: all where any other may do."""
     if is_among_all or not model.roll.is_over:
         return candidates(state, model, record, reader)
     return idle(state, model, record, reader)

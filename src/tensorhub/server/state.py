@@ -26,8 +26,8 @@ from .versions import Model, Notary, VersionRecord, are_equal
 # --- The time awake: the caller's clock, less the time for which the server stood still.
 #
 # While a lease runs, the server asks to be called at least as often as workers report. When it is called much later, it
-# stood still for that long: it was stopped, swapped out or moved. It heard nobody meanwhile, so that time does not
-# count.
+# stood still for that long: it was stopped, swapped out or moved. It heard no worker meanwhile, so that time does
+# not count.
 
 
 LATE = 0.5  # of the time between two reports: to be called later than that is a pause, not a slow timer or loop
@@ -56,7 +56,7 @@ class Clock:
         return is_pause
 
 
-# --- The numbers of one life of the server: they rise over all its lives, and nobody else can raise them.
+# --- The numbers of one life of the server: they rise over all its lives, and only it can raise them.
 #
 # A life learns from the workers how far the one before it had come. A worker must not raise the numbers at will. So
 # numbers are given out in blocks, and each life signs the ceiling of its last block. Without a ceiling of another life
@@ -106,14 +106,13 @@ class Numbers:
         return self.is_ours(highest)
 
 
-# --- Everything that the server knows, in one place: its clock, its numbers, its tables, and whom to decide for
-# again.
+# --- All that the server knows: its clock, its numbers, its tables, and the dirty workers.
 #
 # The rules read it. Only `intake`, `evidence`, `sessions`, `rollcall`, `apply` and the machine itself change it.
 # Whoever changes it marks as dirty the members whose orders may change with it.
 
 
-MAX_SAID = 100  # lines for the log that nobody has fetched
+MAX_SAID = 100  # lines for the log that are not fetched yet
 
 
 @dataclass
@@ -132,16 +131,16 @@ class State:
     members: Members = field(default_factory=Members)
     reads: OpenReads = field(default_factory=OpenReads)
     hellos: dict[str, Hello] = field(default_factory=dict)  # by connection
-    speakers: dict[str, WorkerId] = field(default_factory=dict)  # who has said so
+    speakers: dict[str, WorkerId] = field(default_factory=dict)  # the worker that has said so
     spent: dict[str, None] = field(default_factory=dict)  # connections whose session has ended
     layouts: dict[Digest, LayoutInfo] = field(default_factory=dict)
-    most_layouts: int = field(init=False)  # above that, those that nobody uses are forgotten
+    most_layouts: int = field(init=False)  # above that, unused ones are forgotten
     counters: Counter[str] = field(default_factory=Counter)
     said: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_SAID))  # for the log
     dirty: OrderedDict[WorkerId, bool] = field(
         default_factory=OrderedDict
-    )  # whom to decide for again; True: and answer
-    happened: int = 0  # how often something happened from which anything may follow for anybody
+    )  # workers to decide for again; True: and answer
+    happened: int = 0  # how often something happened that may concern other workers
     to_advance: dict[tuple[ModelName, ReplicaName], None] = field(default_factory=dict)  # whose call may go on
     report_s: float = field(init=False)  # how often each worker is to report: see `note_size`
 
@@ -259,7 +258,7 @@ class State:
         if model is not None:
             model.note_load(source, self.reads.load(source))
 
-    # --- whom to decide for again -------------------------------------------------------------------------------------
+    # --- dirty workers: those to decide for again ---------------------------------------------------------------------
 
     def mark_dirty(self, worker: WorkerId) -> None:
         """Decide for this worker and its replica again, and tell it what is new."""
@@ -296,7 +295,7 @@ class State:
             self.mark_waiting_dirty(model, sources_of(version, key), references_of(version, key))
 
     def mark_readers_dirty(self, source: WorkerId) -> None:
-        """Those who read from it may need another source."""
+        """Its readers may need another source."""
         for read in self.reads.from_source(source):
             self.mark_dirty(read.reader)
 
@@ -340,12 +339,12 @@ def is_here(state: State, member: Member) -> bool:
 
 
 def is_doubtful(state: State, source: Member) -> bool:
-    """There is reason to doubt that anybody can read from it. What one reader has learned helps the others."""
+    """A reader may fail to read from it. What one reader has learned helps the others."""
     return source.is_doubted or not is_here(state, source)
 
 
 def is_read_though_poisoned(buffer: Buffer) -> bool:
-    """A fill has failed there, and others may still read what it had brought: nobody may change that yet."""
+    """A fill has failed there, and others may still read its chunks: they may not change yet."""
     return isinstance(buffer, Poisoned) and buffer.version is not None
 
 
@@ -457,7 +456,7 @@ def will_hold(state: State, worker: WorkerId, version: Version) -> bool:
 
 
 def roots_of(state: State, replica: Replica, call: GroupCall) -> dict[LayoutKey, Digest]:
-    """What those who have come to a publish bring, by line."""
+    """The roots that the shards of a publish bring, by layout key."""
     members = [state.members.get(worker) for worker in replica.members.values()]
     return {m.layout_key: call.arrived[m.shard] for m in members if m is not None and m.shard in call.arrived}
 

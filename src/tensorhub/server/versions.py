@@ -37,7 +37,7 @@ from .members import (
 
 MAX_REMEMBERED = 4096  # receipts for content: a version of a few thousand shards
 ESTABLISHED = "+"  # what such a receipt begins with
-SIZE = 12  # bytes: 96 bits, nobody guesses them in a fleet's life
+SIZE = 12  # bytes: 96 bits cannot be guessed in a fleet's life
 
 
 class Notary:
@@ -118,7 +118,7 @@ def are_equal(one: str, other: str) -> bool:
     return hmac.compare_digest(one.encode(), other.encode())
 
 
-# --- What the server believes of one version: its content, who has any of it, who is on the way; and of all together.
+# --- What the server believes of one version: its content, its holders, and the replicas that are to get it.
 
 
 class Taken(NamedTuple):
@@ -138,7 +138,7 @@ class VersionRecord:
     layouts: dict[LayoutKey, Digest] = field(default_factory=dict)
     holders: dict[LayoutKey, dict[WorkerId, None]] = field(default_factory=dict)  # holding, withdrawing or filling
     whole: dict[LayoutKey, dict[WorkerId, None]] = field(default_factory=dict)  # holders that have all of it
-    idle: dict[LayoutKey, list[WorkerId]] = field(default_factory=dict)  # holders from whom nobody reads, by name
+    idle: dict[LayoutKey, list[WorkerId]] = field(default_factory=dict)  # holders without readers, by name
     refused: dict[WorkerId, float] = field(default_factory=dict)  # sources of wrong bytes, and until when that counts
     publishers: dict[ReplicaName, None] = field(default_factory=dict)  # replicas that have published it, or half of it
     proved: dict[LayoutKey, None] = field(default_factory=dict)  # shown by a receipt, or seen by this server
@@ -147,13 +147,13 @@ class VersionRecord:
     disputed: dict[LayoutKey, None] = field(default_factory=dict)  # found to have other content than was believed
     copy_candidates: dict[LayoutKey, CopyCandidates] = field(
         default_factory=dict
-    )  # who could make a host copy of it ahead of need
+    )  # workers that could copy it ahead of need
     is_established: bool = False  # each shard has been whole outside its publishers
     claims: dict[ReplicaName, None] = field(default_factory=dict)  # replicas whose publish of it has not ended
     accepted: dict[ReplicaName, dict[LayoutKey, Digest]] = field(
         default_factory=dict
     )  # those that this server has let publish it, and what content
-    taken: Taken | None = None  # the measure of what nothing proves, as long as somebody has any of it
+    taken: Taken | None = None  # content accepted without a receipt, while a worker has any of it
     promised: dict[ReplicaName, None] = field(default_factory=dict)  # replicas whose fill with it has not ended
     last_holder: str = ""
     usual: dict[tuple[bool, bool], float | None] = field(default_factory=dict)  # rates of its reads, by distance
@@ -194,7 +194,7 @@ class Glance(NamedTuple):
     retained: dict[Version, None]
 
 
-# --- What the server believes of one model: which versions exist, what their content is, and who has them.
+# --- What the server believes of one model: which versions exist, their content, and their holders.
 #
 # A version *exists* once all shards of one replica have published it. From then on it is known as long as the table has
 # room, held or not, so that its number cannot be used for other content. It is *lost* while there is no cut (see
@@ -213,7 +213,7 @@ class Model:
     replicas: dict[ReplicaName, Replica] = field(default_factory=dict)
     versions: dict[Version, VersionRecord] = field(default_factory=dict)
     newest: Version | None = None  # the newest that exists or existed
-    roll: Roll = field(default_factory=Roll)  # who lives
+    roll: Roll = field(default_factory=Roll)  # its living sessions
     is_listening: bool = False  # for a lease after a restart: nothing counts as lost
     keeps_established: bool = True
     retain: int = 0  # the most that the server or a reliable worker wishes
@@ -222,13 +222,13 @@ class Model:
     sites: Counter[str] = field(default_factory=Counter)  # members by site
     hosts: dict[str, dict[WorkerId, None]] = field(default_factory=dict)  # the members of each host
     reliable: dict[LayoutKey, dict[WorkerId, None]] = field(default_factory=dict)  # members that count for retention
-    staying: Staying = field(default_factory=Staying)  # who holds what, and does not take it back
-    watches: Watches = field(default_factory=Watches)  # who waits for what
-    changed: dict[Version, None] = field(default_factory=dict)  # versions of which somebody has got or lost all
+    staying: Staying = field(default_factory=Staying)  # which workers stay with what they hold
+    watches: Watches = field(default_factory=Watches)  # what each member waits for
+    changed: dict[Version, None] = field(default_factory=dict)  # versions whose whole holders have changed
     lost: dict[Version, None] = field(default_factory=dict)  # those last said to be lost
-    noted: Glance | None = None  # how it was when those who wait for news were last decided for
+    noted: Glance | None = None  # when workers that wait for news were last decided for
     lately: dict[tuple[bool, bool], deque[float]] = field(default_factory=dict)  # rates of ended reads, by distance
-    read_from: dict[WorkerId, None] = field(default_factory=dict)  # workers on whom reads are open
+    read_from: dict[WorkerId, None] = field(default_factory=dict)  # workers with open readers
     _held: dict[WorkerId, dict[Place, None]] = field(default_factory=dict)  # of what each is a holder
     _ascending: list[Version] = field(default_factory=list)  # the keys of `versions`
     _changes: int = 0  # of what all versions together depend on
@@ -236,7 +236,7 @@ class Model:
     _glance: Glance | None = None
 
     def record(self, version: Version) -> VersionRecord:
-        """The version's record, made if need be; the oldest that nobody needs makes room."""
+        """The version's record, made if need be; the oldest unused one makes room."""
         found = self.versions.get(version)
         if found is None:
             found = self.versions[version] = VersionRecord(version)
@@ -252,7 +252,7 @@ class Model:
         return found
 
     def look_up(self, version: Version) -> VersionRecord:
-        """The version's record; where there is none, an empty one that nobody keeps."""
+        """The version's record; where there is none, an empty one that is not kept."""
         return self.versions.get(version) or VersionRecord(version)
 
     def note_exists(self, version: Version) -> bool:
@@ -283,7 +283,7 @@ class Model:
         self.staying.move(worker, old, new)
         for version in new.kept:
             if version not in old.kept:
-                self.changed[version] = None  # who was leaving stays after all, or has a copy now
+                self.changed[version] = None  # a leaving worker stays after all, or has a copy now
         before, after = old.places, new.places
         for place in before:
             version, key = place
@@ -307,7 +307,7 @@ class Model:
                 self._note_whole(record, is_turn=len(whole) == 1)
 
     def _note_whole(self, record: VersionRecord, *, is_turn: bool) -> None:
-        """Who has all of the version is not what it was. `is_turn`: nobody had it, or nobody has it now."""
+        """The whole holders of the version have changed. `is_turn`: it had none, or has none now."""
         self.changed[record.version] = None
         self._changes += is_turn
 
@@ -372,7 +372,7 @@ class Model:
         return self.layout_sets or (plain_layout_set(self.shards),)
 
     def is_lost(self, record: VersionRecord) -> bool:
-        """Of each of its cuts there is a line that nobody has whole who could still come back."""
+        """Each of its layouts lacks a key: no worker that may come back holds it whole."""
         if self.is_listening or not record.exists:
             return False
         return all(any(not record.whole.get(key) for key in layout_set) for layout_set in self.known_layout_sets())
@@ -428,7 +428,7 @@ class Model:
 
     def _look(self, key: "tuple[Known | None, int, bool]") -> "Glance":
         known = key[0]
-        assert known is not None, "a glance at versions that nobody has looked for"
+        assert known is not None, "a glance at versions before they were looked up"
         existing, available = known.existing, known.available
         established = [v for v in existing if self.keeps_established and self.versions[v].is_established]
         newest_established = next((version for version in established if version in available), None)
@@ -505,16 +505,16 @@ class Model:
         return None, Failure("version-unavailable", f"no version of {self.name} yet", "wait for the first publish")
 
     def loss(self, record: VersionRecord) -> Failure:
-        """The error of whoever wants a lost version."""
+        """The error for a call that wants a lost version."""
         missing = [[key for key in layout_set if not record.whole.get(key)] for layout_set in self.known_layout_sets()]
         shards = [str(key.shard) for key in min(missing, key=len)]
         last = f"; {record.last_holder} held it last" if record.last_holder else ""
-        text = f"version {record.version} of {self.name} is lost: nobody holds shard {', '.join(shards[:8])}{last}"
+        text = f"version {record.version} of {self.name} is lost: no worker holds shard {', '.join(shards[:8])}{last}"
         instead = ", or publish it" if self.latest is None else f", or replicate version {self.latest}"
         return Failure("version-unavailable", text, f"wait until a newer version is published{instead}")
 
     def awaited(self, spec: Spec) -> Version | None:
-        """What somebody who waits for `spec` gets: that version or a newer one; None while there is none."""
+        """What a caller that waits for `spec` gets: that version or a newer one; None while there is none."""
         version = parse_spec(spec)
         if version is None:
             return self.resolve(spec)[0]
