@@ -7,19 +7,7 @@ import pytest
 from tensorhub.memory.registration import Registration
 from tensorhub.transport.base import ByteStream
 
-
-def image_of(registration: Registration) -> bytes:
-    with registration.stream.reading(0, registration.size_bytes) as views:
-        return b"".join(views)
-
-
-def put_into(stream: ByteStream, start: int, data: bytes) -> None:
-    with stream.writing(start, start + len(data)) as views:
-        at = 0
-        for view in views:
-            view[:] = data[at : at + view.nbytes]
-            at += view.nbytes
-    assert at == len(data)
+from .kit import image_of, put_into
 
 
 @pytest.fixture

@@ -1,10 +1,32 @@
-"""A stand-in for device memory."""
+"""What several tests of tensors need: bytes of a stream, and a stand-in for device memory."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
+from tensorhub.memory.registration import Registration
 from tensorhub.memory.streams import Copy, Piece
+from tensorhub.transport.base import ByteStream
+
+
+def image_of(registration: Registration) -> bytes:
+    """All bytes of a registration's stream."""
+    with registration.stream.reading(0, registration.size_bytes) as views:
+        return b"".join(views)
+
+
+def scatter(data: bytes | bytearray, views: Sequence[memoryview]) -> None:
+    """Data into views, one after another."""
+    at = 0
+    for view in views:
+        view[:] = data[at : at + view.nbytes]
+        at += view.nbytes
+    assert at == len(data)
+
+
+def put_into(stream: ByteStream, start: int, data: bytes) -> None:
+    with stream.writing(start, start + len(data)) as views:
+        scatter(data, views)
 
 
 class FakeDevice:

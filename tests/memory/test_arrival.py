@@ -23,7 +23,7 @@ from tensorhub.transport.base import Export, Progress
 from tensorhub.transport.tcp.settings import TcpSettings
 from tensorhub.transport.tcp.transport import TcpTransport
 
-from .kit import FakeDevice
+from .kit import FakeDevice, image_of, scatter
 
 CHUNK, COUNT = 1000, 8
 SIZES = [("cuda:0", 2500), ("cpu", 200), ("cuda:0", CHUNK * COUNT - 2700)]  # chunk 2 is partly on the host
@@ -80,19 +80,11 @@ def sink(source: Registration, manifest: Manifest, stream: Hashing) -> FillSink:
     return FillSink(replace(source, stream=stream, pieces=()), manifest.root())
 
 
-def image(source: Registration) -> bytes:
-    with source.stream.reading(0, source.size_bytes) as views:
-        return b"".join(views)
-
-
 def place(source: Registration, sink: FillSink, chunk: int) -> None:
     """What a transport does before `stored`."""
-    data = image(source)[chunk * CHUNK : (chunk + 1) * CHUNK]
+    data = image_of(source)[chunk * CHUNK : (chunk + 1) * CHUNK]
     with sink.stream.writing(chunk * CHUNK, (chunk + 1) * CHUNK) as views:
-        at = 0
-        for view in views:
-            view[:] = data[at : at + view.nbytes]
-            at += view.nbytes
+        scatter(data, views)
         sink.accept(chunk, views)
 
 
@@ -154,7 +146,7 @@ def test_a_byte_that_flips_after_its_arrival_is_found_over_tcp(
         error = read(reader, second.endpoint, sink)
     assert error is None
     assert sink.progress.is_complete
-    assert stream.device.image == image(source)
+    assert stream.device.image == image_of(source)
     assert sink.statistics() == {
         "bytes_verified": source.size_bytes,
         "bytes_unverified": 0,
@@ -170,7 +162,7 @@ def test_a_copy_holds_up_no_other_chunk(
     """A chunk's copy to the host, or to the device, lasts until another has come by another stream."""
     theirs = Hashing()
     for piece, memory in zip(theirs.device.pieces, theirs.device.memory, strict=True):
-        memory[:] = np.frombuffer(image(source)[piece.start : piece.stop], np.uint8)
+        memory[:] = np.frombuffer(image_of(source)[piece.start : piece.stop], np.uint8)
     has_come, is_first, waited = threading.Event(), threading.Lock(), list[bool]()
     device = theirs.device if end == "source" else stream.device
     name = "to_host" if end == "source" else "to_device"
@@ -186,7 +178,7 @@ def test_a_copy_holds_up_no_other_chunk(
     tcp[1].export(Export("k", manifest.encode(), CHUNK, theirs, Progress(COUNT, complete=True)))
     assert read(tcp[0], tcp[1].endpoint, sink) is None
     assert waited == [True]
-    assert stream.device.image == image(source)
+    assert stream.device.image == image_of(source)
 
 
 def test_chunks_that_arrive_while_the_device_hashes_are_hashed_together(
@@ -240,10 +232,7 @@ def test_what_the_hardware_puts_in_place_is_judged_there(
     sink.begin(manifest.encode())
     for chunk in (3, 2):
         with sink.stream.writing(chunk * CHUNK, (chunk + 1) * CHUNK) as views:
-            data, at = image(source)[chunk * CHUNK : (chunk + 1) * CHUNK], 0
-            for view in views:
-                view[:] = data[at : at + view.nbytes]
-                at += view.nbytes
+            scatter(image_of(source)[chunk * CHUNK : (chunk + 1) * CHUNK], views)
         stream.before_digest = lambda chunks: stream.flip(chunks[0] * CHUNK)  # and back
         with pytest.raises(CorruptTransfer, match=f"chunk {chunk} "):
             sink.take(range(chunk, chunk + 1), None)

@@ -2,7 +2,6 @@
 
 import threading
 import weakref
-from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -13,6 +12,8 @@ from tensorhub.memory.fill import FillSink
 from tensorhub.memory.registration import Registration, register
 from tensorhub.protocol.errors import CorruptTransfer, InvariantViolation, LayoutMismatch, SessionLost, UsageError
 from tensorhub.protocol.manifest import Manifest
+
+from .kit import image_of, scatter
 
 CHUNK = 1000
 
@@ -41,11 +42,6 @@ def filled() -> dict[str, np.ndarray]:
     return tensors(None)
 
 
-def image(registration: Registration) -> bytes:
-    with registration.stream.reading(0, registration.size_bytes) as views:
-        return b"".join(views)
-
-
 def move(source: Registration, sink: FillSink, chunk: int, *, flip: int | None = None) -> None:
     """What a transport does with one chunk; `flip` damages this byte of it on the way."""
     start, stop = chunk * sink.chunk_bytes, min((chunk + 1) * sink.chunk_bytes, sink.stream.size_bytes)
@@ -59,13 +55,6 @@ def move(source: Registration, sink: FillSink, chunk: int, *, flip: int | None =
     sink.stored(chunk)
 
 
-def scatter(data: bytes | bytearray, views: Sequence[memoryview]) -> None:
-    at = 0
-    for view in views:
-        view[:] = data[at : at + view.nbytes]
-        at += view.nbytes
-
-
 def test_a_fill_gives_the_source_s_bytes(
     source: Registration, manifest: Manifest, filled: dict[str, np.ndarray]
 ) -> None:
@@ -76,7 +65,7 @@ def test_a_fill_gives_the_source_s_bytes(
     assert sink.chunk_bytes == CHUNK
     for chunk in reversed(wanted):
         move(source, sink, chunk)
-    assert image(target) == image(source)
+    assert image_of(target) == image_of(source)
     assert np.array_equal(filled["a"], tensors(7)["a"])
     assert sink.progress.is_complete
     assert prefixes == [0] * (manifest.chunk_count - 1) + [manifest.chunk_count]
@@ -145,7 +134,7 @@ def test_unverifiable_content_is_refused_unless_asked_for(source: Registration, 
     sink = FillSink(target, manifest.root(), verify="none")
     for chunk in sink.begin(manifest.encode()):
         move(source, sink, chunk)
-    assert image(target) == image(source)
+    assert image_of(target) == image_of(source)
     assert sink.statistics()["bytes_unverified"] == source.size_bytes
 
 
@@ -226,7 +215,7 @@ def test_four_threads_fill_together() -> None:
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert image(target) == image(given)
+    assert image_of(target) == image_of(given)
     assert prefixes == sorted(prefixes)
     assert prefixes[-1] == manifest.chunk_count == len(prefixes)
     assert sorted(rejected) == [chunk for chunk in range(manifest.chunk_count) if chunk % 7 == 0]

@@ -23,6 +23,8 @@ from tensorhub.transport.ranges import bare_addresses
 from tensorhub.transport.sealed import Sealed, Shared, regions_of
 from tensorhub.transport.threads import NotStarted, Thread
 
+from .kit import image_of
+
 # --- Room for host copies: the tightest of all limits above us, and parts that are taken only while there is some left.
 
 
@@ -200,11 +202,6 @@ def regions(copy: Registration) -> tuple[Sealed, ...]:
     return regions_of(addresses)
 
 
-def content(registration: Registration) -> bytes:
-    with registration.stream.reading(0, registration.size_bytes) as views:
-        return b"".join(views)
-
-
 @pytest.mark.skipif(bool(sealed.why_not()), reason=sealed.why_not() or "there")
 def test_a_copy_can_be_mapped_and_is_given_back_with_its_memory() -> None:
     tensors = registered()
@@ -215,7 +212,7 @@ def test_a_copy_can_be_mapped_and_is_given_back_with_its_memory() -> None:
     assert found.size_bytes == tensors.size_bytes
     address = found.address
     copy_stream(tensors.stream, copy.stream, 1 << 20, lambda *_: None)
-    assert content(copy) == content(tensors)
+    assert image_of(copy) == image_of(tensors)
     del found
     pool.give(copy)
     del copy
@@ -246,7 +243,7 @@ def test_memory_that_others_have_too_is_not_used_for_the_next_copy() -> None:
     copy_stream(registered(tensors.size_bytes).stream, again.stream, 1 << 20, lambda *_: None)
     with again.stream.writing(0, 8) as (view,):
         view[:] = bytes(8)
-    assert content(over) == content(tensors)
+    assert image_of(over) == image_of(tensors)
     assert theirs.counts_here, "who made it has let it go"
 
 
@@ -259,7 +256,7 @@ def test_without_such_memory_copies_are_made_as_before(monkeypatch: pytest.Monke
     copy = on_host(tensors)
     assert not regions(copy)
     copy_stream(tensors.stream, copy.stream, 1 << 20, lambda *_: None)
-    assert content(copy) == content(tensors)
+    assert image_of(copy) == image_of(tensors)
 
 
 @pytest.mark.parametrize(
@@ -315,7 +312,7 @@ def test_what_arrives_is_what_was_there(sizes: tuple[int, ...]) -> None:
     source = register(tensors(*sizes))
     target = on_host(source)
     assert offload(source, target)
-    assert content(target) == content(source)
+    assert image_of(target) == image_of(source)
 
 
 @needs_mover
@@ -389,7 +386,7 @@ def test_it_goes_on_while_another_thread_holds_the_interpreter() -> None:
     finally:
         is_over.set()
         thread.join()
-    assert content(target) == content(source)
+    assert image_of(target) == image_of(source)
     assert took < manifest.chunk_count / 4
 
 

@@ -18,6 +18,7 @@ from tensorhub.protocol.errors import CorruptTransfer, DeadlineExceeded, UsageEr
 from tensorhub.transport.ranges import SPAN_BYTES, Addresses, Batches, RowStream, gather
 
 from .kit import FakeDevice
+from .kit import scatter as put
 
 # --- Device memory through the staging ring, with a copier that stands for the device and remembers what it did.
 
@@ -41,10 +42,7 @@ def test_blocks_read_and_write_any_range(sizes: list[tuple[str, int]], slot_byte
             assert b"".join(views) == before[start:stop]
         new = bytes(value ^ 0x5A for value in before[start:stop])
         with stream.writing(start, stop) as views:
-            at = 0
-            for view in views:
-                view[:] = new[at : at + view.nbytes]
-                at += view.nbytes
+            put(new, views)
         assert device.image == before[:start] + new + before[stop:]
         assert stream.ring.free_count == stream.ring.slot_count
     with pytest.raises(UsageError, match="are not in a stream"), stream.reading(0, stream.size_bytes + 1):
@@ -118,10 +116,7 @@ def test_many_threads_share_a_small_ring() -> None:
                 with stream.reading(start, start + 250) as views:
                     new = bytes(255 - value for value in b"".join(views))
                 with stream.writing(start, start + 250) as views:
-                    at = 0
-                    for view in views:
-                        view[:] = new[at : at + view.nbytes]
-                        at += view.nbytes
+                    put(new, views)
         except BaseException as error:  # noqa: BLE001 - shown by the assertion below
             errors.append(error)
 
