@@ -53,6 +53,12 @@ def test_what_is_no_shape_is_named(shape):
         empty(shape)
 
 
+@pytest.mark.parametrize("dtype", ["float33", object(), None, "Tensor"])
+def test_what_is_no_dtype_is_named(dtype):
+    with pytest.raises(UsageError, match="dtype="):
+        empty(3, dtype)
+
+
 def test_too_much_is_refused():
     with pytest.raises(HostMemoryFull, match="would take"):
         empty((1 << 30, 1 << 30))

@@ -244,7 +244,7 @@ class _Child:
     """A process with a role, ended when the block ends."""
 
     def __init__(self, *command: str, environ: Mapping[str, str] | None = None) -> None:
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - no pipe: nobody reads it until the process has ended
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - no pipe: it is read when the process has ended
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tensorhub.cli.doctor_child", *command],
@@ -393,7 +393,7 @@ def _mover() -> Check:
 
 
 def _reading() -> Check:
-    """Who may read this process's memory: what the local transport needs."""
+    """Which processes may read this one's memory: what the local transport needs."""
     scope, user = yama_scope(), os.geteuid() if hasattr(os, "geteuid") else -1
     may_trace = bool(int(_status("CapEff") or "0", 16) >> CAP_SYS_PTRACE & 1)
     parts = [f"user {user}", "may trace others" if may_trace else "may trace its own"]

@@ -144,7 +144,7 @@ def _by_torch(source: str, target: str) -> Move:
 
 
 def are_same(dtype: str, ours: memoryview, theirs: memoryview) -> bool:
-    """All elements of that dtype are. What is no number is the same as any other such, whatever its payload."""
+    """True if all elements of that dtype are equal. NaN equals NaN, with any payload."""
     if ours == theirs:
         return True
     if seen_torch() is None:
@@ -333,7 +333,7 @@ def settle(devices: Sequence[str]) -> None:
 # --- Tensors that are published in another dtype: the caller's *masters*, and the buffer in which they are published.
 #
 # 1. The buffer is registered, hashed, served and filled. Only `fill`, `give_back` and `changed` touch the masters, and
-#    nobody may read the buffer during `fill`.
+#    no reader may have the buffer during `fill`.
 # 2. The buffer has the layout that the tensors would have in that dtype: masters that share memory share it there too.
 # 3. On the host the buffer is memory that readers map. All of it is taken at registration, while there is room. Beside
 #    masters on a device it lies on that device.

@@ -60,7 +60,7 @@ def build_manifest(
     salt: str = "",
     threads: int | None = None,
 ) -> Manifest:
-    """The manifest of the bytes as they are now, read in parallel. Blocks; nobody may write to the tensors meanwhile.
+    """The manifest of the bytes as they are now, read in parallel. Blocks. The tensors must not be written meanwhile.
 
     With verify="none" nothing is read, and `salt` must be unique to this content; with "full" it is left out, so that
     equal bytes have equal roots. `threads` is at most this process's cores and 8 by default. Chunks that lie on a CUDA

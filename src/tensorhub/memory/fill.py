@@ -1,4 +1,4 @@
-"""The judge of what arrives: fills registered tensors with one version, chunk by chunk, from one source after another.
+"""Fills registered tensors with one version, chunk by chunk, from one source after another, and judges each chunk.
 
 Rules:
 1. The server named the content by its root digest. A manifest with another root is refused before a byte is written;
@@ -7,11 +7,10 @@ Rules:
    on a device that hashes is judged in `stored`, where it lies: so whatever has become of it on its way is seen.
 3. The first good manifest stays. Another source's `begin` returns the chunks that are still missing.
 4. After `revoke` has returned, nothing more is accepted or marked: a late write never counts.
-5. Whose fault: what does not fit the root, or is malformed, is the source's (`CorruptTransfer`: try another one); what
-   fits the root but not these tensors, or not what the caller asked for, is the caller's (`UsageError`, which every
-   source would repeat).
+5. What is malformed, or does not fit the root, is the source's fault: `CorruptTransfer`, try another one. What fits the
+   root and not these tensors, or not what the caller asked for, is the caller's: `UsageError`, from every source.
 
-Called from several transport threads at once. Never: write to the tensors, choose sources, wait for a transport.
+Called from several transport threads at once.
 """
 
 import threading
@@ -191,7 +190,7 @@ class FillSink:
             raise self._corrupt(manifest, chunk, size_bytes, found)
 
     def judge_in_place(self, chunk: int) -> None:
-        """Judge an accepted chunk where it lies, if that is due. Raises as `accept`. `stored` does it where nobody has.
+        """Judge an accepted chunk where it lies, if that is due. Raises as `accept`. Otherwise `stored` does it.
 
         Waits for the device.
         """

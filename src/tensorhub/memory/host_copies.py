@@ -396,7 +396,7 @@ class CopyStream(HostStream):
 
     @property
     def is_frozen(self) -> bool:
-        """Others have it too, and nobody may write to it any more."""
+        """True if other workers have mapped it for good: it must not be written."""
         owners = (owner for piece in self.pieces for owner in piece.owners)
         return any(isinstance(owner, Sealed) and owner.is_frozen for owner in owners)
 
@@ -440,22 +440,22 @@ class CopyStream(HostStream):
         return self._pinned.why_not if self._pinned is not None else ""
 
     def took(self, size_bytes: int) -> None:
-        """Raises `HostMemoryFull` where there is no room to go on: whoever has written that much stops there."""
+        """Raises `HostMemoryFull` where there is no room to go on: the writer stops there."""
         self._footing.step(size_bytes)
 
 
 class Nowhere:
-    """The stream of tensors that have no memory now. Whoever maps another's copy of them asks how long it is."""
+    """The stream of tensors that have no memory now. It has a length."""
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
 
     def reading(self, start: int, stop: int) -> AbstractContextManager[Sequence[memoryview]]:
-        """Raises `InvariantViolation`: nobody reads what is not there."""
+        """Raises `InvariantViolation`."""
         raise InvariantViolation(f"bytes {start} to {stop} of tensors that have no memory now")
 
     def writing(self, start: int, stop: int) -> AbstractContextManager[Sequence[memoryview]]:
-        """Raises `InvariantViolation`: nobody writes there."""
+        """Raises `InvariantViolation`."""
         return self.reading(start, stop)
 
 
@@ -489,7 +489,7 @@ def _copy_stream(size_bytes: int, look: Callable[[], Room | None], left_bytes: i
 
 
 def _memory(size_bytes: int) -> tuple[int, object]:
-    """Untouched memory, its address and who keeps it. Raises `MemoryError`."""
+    """Untouched memory: its address and its owner. Raises `MemoryError`."""
     try:
         found = Sealed(size_bytes, may_freeze=True)
     except Unmappable:

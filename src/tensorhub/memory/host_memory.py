@@ -56,7 +56,7 @@ def size_text(size_bytes: int) -> str:
 
 
 def copies_that_fit(size_bytes: int, found: Room | None, most: int = MAX_COPIES) -> int:
-    """How many host copies of that size there is room for, where nobody has set a limit."""
+    """How many host copies of that size there is room for, where no limit is set."""
     if found is None or not size_bytes:
         return most
     return max(0, min(most, (found.left_bytes - SPARE_BYTES) // size_bytes))
@@ -160,7 +160,7 @@ def _version_1(folder: Path) -> Iterator[Room]:
 
 
 def _given_back(folder: Path, prefix: str) -> int:
-    """What the kernel drops before it kills anybody."""
+    """What the kernel drops before it kills a process."""
     found = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     return int(found.get(f"{prefix}inactive_file", 0)) + int(found.get(f"{prefix}active_file", 0)) // 2
 
@@ -189,7 +189,7 @@ MAX_BYTES = 1 << 46
 
 
 class Arena:
-    """One piece of such memory, given out from its beginning to its end. It lasts as long as a tensor lies in it."""
+    """Memory that is given out from its beginning to its end. It lasts as long as a tensor lies in it."""
 
     def __init__(self, memory: Sealed) -> None:
         self.size_bytes = memory.size_bytes
@@ -204,7 +204,7 @@ class Arena:
     def take(self, size_bytes: int) -> tuple[memoryview, Sealed, int] | None:
         """So many bytes from the beginning of a page on, and where in which memory they begin.
 
-        None if they do not fit, or nobody has a tensor of it.
+        None if they do not fit, or no tensor lies in it any more.
         """
         memory, start = self._memory(), -(-self._used_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if memory is None or start + size_bytes > self.size_bytes:
@@ -285,7 +285,7 @@ def empty_like(tensor: "type_of_array") -> "type_of_array":
 def _sizes(shape: object) -> tuple[int, ...]:
     given = (shape,) if isinstance(shape, Integral) else shape
     if not isinstance(given, Sequence) or isinstance(given, str | bytes) or len(given) > MAX_DIMENSIONS:
-        raise UsageError(f"shape={shape!r} is no number of elements, nor a sequence of such")
+        raise UsageError(f"shape={shape!r} is no number of elements, nor a sequence of numbers")
     for size in given:
         if not isinstance(size, Integral) or isinstance(size, bool) or size < 0:
             raise UsageError(f"shape={shape!r}: {size!r} is no number of elements")

@@ -359,7 +359,7 @@ def _local(tensor: "torch.Tensor") -> "torch.Tensor":
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Whether it is one, where such are loaded."""
+    """True if it is a DTensor."""
     loaded = sys.modules.get("torch.distributed.tensor")
     return loaded is not None and isinstance(tensor, loaded.DTensor)
 

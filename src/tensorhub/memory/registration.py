@@ -6,7 +6,7 @@ Rules:
    block bytes are in the order of their addresses.
 2. So tied weights cost once; partially overlapping views are fine; and views that only lie side by side (q, k, v of one
    fused storage) are blocks of their own, in the order of registration, exactly as three separate tensors would be.
-   Offsets depend on the names' order and on who overlaps whom, never on addresses.
+   Offsets depend on the names' order and on which overlap, never on addresses.
 3. Tensors without elements have offset 0 and no bytes.
 4. All or nothing: a refused tensor leaves everything as it was.
 5. Tensors that are published in another dtype are in the stream as they are published, in a buffer (`masters`).
@@ -74,7 +74,7 @@ class Registration:
     casts: Casts | None = None  # of the caller's tensors that are published in another dtype
     table: "BoxTable | None" = None  # which parts of which global tensors they are, where that was said
     boxes: bytes = b""  # the same, encoded
-    is_partial: bool = False  # they leave some of the model out, and whoever registered them knows
+    is_partial: bool = False  # True where the caller said that they are a part of the model
     shares: tuple[str, str] | None = None  # which boxes share memory, so that nothing can fill them; and a hint
     _held: Held | HeldMapping | None = None  # whose tensors they are, where that is known
     given: tuple[Callable[[], object], object, object, object] | None = (
@@ -170,7 +170,7 @@ class Registration:
     def settle_to_fill(self) -> None:
         """The same before it is filled. Raises `UsageError` where tensors no longer are the registered memory.
 
-        Whatever is where they were may be anybody's by now, even the stack of one of our threads.
+        Their old memory may have another use by now, even as the stack of a thread.
         """
         self.settle()
         moved = self.moved()

@@ -70,7 +70,7 @@ def host_view(address: int, size_bytes: int, owner: object) -> memoryview:
 def host_views(pieces: Sequence[Piece]) -> list[memoryview]:
     """Writable bytes of each piece; any of the views keeps all owners alive.
 
-    They are slices of one view from the lowest to the highest address, of which nobody else gets hold: a slice takes
+    They are slices of one view from the lowest to the highest address, which is kept here: a slice takes
     0.1 us to make, and a view of its own 3 us.
     """
     if not pieces:
@@ -116,7 +116,7 @@ class HostStream:
         return nullcontext(self.views(start, stop))
 
     def took(self, size_bytes: int) -> None:
-        """So much more of it has been written by whoever enters no blocks."""
+        """So much more of it has been written without `writing`."""
 
     def views(self, start: int, stop: int) -> list[memoryview]:
         """Bytes [start, stop) of the stream, in order, none of them empty."""
@@ -265,11 +265,11 @@ def _moved(source: "array[int]", target: "array[int]") -> int:
 
 
 def _through_pipe(source: "array[int]", target: "array[int]") -> int:
-    """The same with two copies. The pipe is made anew: what is left in it after an error is nobody's."""
+    """The same with two copies. The pipe is made anew: what an error leaves in it is dropped."""
     _, write, read = _calls()
     out, into = os.pipe()
     try:
-        os.set_blocking(into, False)  # it takes what it holds: nobody else empties it
+        os.set_blocking(into, False)  # it takes what it holds: no other thread empties it
         source = _first(source, PIPE_BYTES)
         wrote = write(into, source.buffer_info()[0], len(source) // 2)
         if wrote <= 0:

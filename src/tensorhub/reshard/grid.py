@@ -349,7 +349,7 @@ class Cutting:
         """One shard of a layout that is to be read into.
 
         Raises `UsageError`, and takes nothing from it, if it asks for more cuts than any memory has chunks: its strides
-        are what it says they are, and nobody knows its memory.
+        are what it says they are, and its memory is unknown.
         """
         self._all.add(self._keys_of(table, MAX_BANDS))
 
@@ -370,7 +370,7 @@ class Cutting:
             cells = np.multiply.reduceat(counts.astype(np.float64), bases[:-1])  # whose product may pass 64 bits
             has_own = cells > np.maximum(self._fewest_tiles, sizes / SMALLEST_TILE_BYTES)
         takes_own = np.repeat(has_own, np.diff(bases))
-        # Not before it is known who takes which: a group that ties many tensors has all its cuts in each of them.
+        # Not before it is known which tensors take which: a group of many tied tensors has all its cuts in each.
         keys = np.concatenate(
             [
                 _spread(every, root, bases, np.flatnonzero(~has_own)),
@@ -463,7 +463,7 @@ class Cutting:
         return ints([find(n) for n in range(len(root))])
 
     def _folded(self, keys: Ints, root: Ints, bases: Ints) -> Ints:
-        """The keys of the first tensors of all groups: their own, those of whoever is tied to them, and both ends."""
+        """The keys of the first tensors of all groups: their own, those of tensors tied to them, and both ends."""
         shapes = ints([extent for tensor in self._tensors for extent in (tensor.shape or (1,))])
         segments = np.arange(bases[-1]) << BITS_OF_PLACE
         keys = np.concatenate([keys, segments, segments | shapes])
@@ -710,7 +710,7 @@ def tiles_of(table: BoxTable, grid: Grid, spans: Spans | None = None, within: "W
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """For each tensor of a grid a range of cells in each dimension: what somebody wants of it. Empty where nothing."""
+    """For each tensor of a grid the range of cells, in each dimension, that a reader wants. It may be empty."""
 
     low: Ints  # [tensors, dimensions]
     high: Ints

@@ -371,7 +371,7 @@ def tied_tiles(tiles: Tiles) -> Ints:
         if len(mine) != len(theirs) or not _are_alike(tiles.only(mine), tiles.only(theirs)):
             raise LayoutMismatch(
                 f"{table.text(first)} and {table.text(row)} lie in the same memory here, and are not cut alike in what"
-                " was published: nobody can tell that they are equal",
+                " was published: they cannot be compared",
                 hint="register this layout before the version is published",
             )
         tied_to[mine] = theirs

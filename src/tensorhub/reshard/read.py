@@ -333,7 +333,7 @@ class Across:
     def legs(self, sources: Sequence[Source]) -> list[Leg]:
         """Reads that bring all that is missing and not on its way already. Raises as `plan_reads` does.
 
-        One thread at a time plans, and nobody waits for it: what is open stays so, and more may become open meanwhile.
+        One thread at a time plans, and no other waits for it: what is open stays so, and more may become open.
         """
         with self._lock:
             self.check()
@@ -459,7 +459,7 @@ def _by_stream(tiles: Tiles, chunk_bytes: int) -> _Spread:
 
 
 _log = logging.getLogger(__name__)
-NOBODY: Mapping[bytes, str] = {}
+NO_NAMES: Mapping[bytes, str] = {}
 MAX_CUTS = 1 << 23  # of a grid: half of what may travel, `wire.MAX_PLAIN_BYTES`; names take the rest
 COPIES = 4  # of one tile at a reader, on average: tied weights, and what it keeps twice
 
@@ -521,7 +521,7 @@ class TiledVersion:
         return [int(tile) for tile in looked_at[found != known[looked_at]]]
 
     def note_parts(self, registration: Registration) -> None:
-        """What lies here has just been verified: note what nobody's manifest has a digest of. Blocks.
+        """What lies here has just been verified: note digests of what no manifest has. Blocks.
 
         Those are for this worker alone: its layout was not known when the version was published, so that some tiles
         reach out of its boxes.
@@ -555,12 +555,12 @@ class TiledVersion:
 # --- Publishing.
 
 
-def grid_for(publisher: Sequence[bytes], others: Sequence[bytes], names: Mapping[bytes, str] = NOBODY) -> Grid:
+def grid_for(publisher: Sequence[bytes], others: Sequence[bytes], names: Mapping[bytes, str] = NO_NAMES) -> Grid:
     """The grid of a version, from the boxes of all shards of its publisher and of all that are to read it.
 
     Raises `LayoutMismatch` if the publisher's shards do not cover every tensor, or mean different ones by one name, and
     `UsageError` if what one of them has said is no table of boxes. `names` has a worker that said each, for messages.
-    What a reader has said that is no table of boxes makes no cuts: nobody else is to suffer for that.
+    What a reader has said that is no table of boxes makes no cuts, so that no other worker suffers.
     """
     tables = [decoded(each, names.get(each, "the replica that publishes")) for each in publisher]
     cutting = Cutting()
@@ -580,7 +580,7 @@ def grid_for(publisher: Sequence[bytes], others: Sequence[bytes], names: Mapping
 
 
 def decoded(boxes: bytes, who: str) -> BoxTable:
-    """As `decode_table`, with who said them in the error."""
+    """As `decode_table`, with the worker's name in the error."""
     try:
         return decode_table(boxes)
     except UsageError as error:
@@ -588,7 +588,7 @@ def decoded(boxes: bytes, who: str) -> BoxTable:
 
 
 def tiled_version(registration: Registration, grid: Grid, chunk_bytes: int, *, metadata: bytes = b"") -> TiledVersion:
-    """What is registered now. Blocks; nobody may write to the tensors meanwhile.
+    """What is registered now. Blocks. The tensors must not be written meanwhile.
 
     Raises `UsageError` naming tensors whose memory was freed.
     """
@@ -636,7 +636,7 @@ class Offer:
 def version_from(registration: Registration, offers: Sequence[Offer], chunk_bytes: int) -> TiledVersion:
     """What the registered tensors will be once they are filled from these sources. Blocks; nothing is written.
 
-    Raises `LayoutMismatch` that names a tensor and what is wrong with it: a part that nobody has, another shape or
+    Raises `LayoutMismatch` that names a tensor and what is wrong with it: a part that no source has, another shape or
     dtype, memory that two of its boxes share; `VersionConflict` for a part that two sources have with different
     content; `SourceLost` where others may have what these cannot show.
     """

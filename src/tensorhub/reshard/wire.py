@@ -342,7 +342,7 @@ def _checked(data: bytes, expected: Digest) -> tuple[_Wire, TileManifest]:
 def publish_cut(
     registration: Registration, tiles: Tiles, *, salt: str = "", metadata: bytes = b"", threads: int | None = None
 ) -> Cut:
-    """What is registered now, tile by tile. Blocks; nobody may write to the tensors meanwhile.
+    """What is registered now, tile by tile. Blocks. The tensors must not be written meanwhile.
 
     With a `salt` nothing is read and no digest made. Raises `UsageError` naming tensors whose memory was freed.
     """
