@@ -49,7 +49,7 @@ from ..protocol.errors import Closed, TransportMissing, UsageError
 from .announcing import AnnouncingServer
 from .base import ByteStream, Export, OnEnd, Sink, Taking
 from .local.memory import SCHEME as LOCAL
-from .local.memory import Call, Lost, Place, Process, Received, Token, send_with_descriptors
+from .local.memory import Lost, Place, Process, Received, send_with_descriptors
 from .local.transport import (
     SEAL,
     LocalJob,
@@ -59,10 +59,11 @@ from .local.transport import (
     LocalSettings,
     LocalTransport,
     ReceivingStream,
+    Remote,
     credentials_of,
 )
 from .on_device import OnDevice, Opened, RingMemory, on_device, read_tiles, target_of
-from .ranges import Piecewise
+from .ranges import Addresses, Piecewise
 from .sealed import Foreign, Unmappable, scratch
 from .tcp import wire as tcp_wire
 from .tcp.reader import Job, Stream, TcpRead
@@ -687,21 +688,11 @@ class CudaStream(ReceivingStream):
     def _prove(self, seal_address: int, seal: bytes) -> None:
         pid, _, _ = credentials_of(self.wire.sock)
         try:
-            self._its.process = Process(pid)
+            process = self._its.process = Process(pid)
         except Lost as error:
             raise Vanished(str(error)) from error
-        self._seal = Token(seal_address, seal), Call(pid)
-        self._check_seal()
-
-    def _check_seal(self) -> None:
-        """Raises what ended the export, if it has ended."""
-        assert self._its.process is not None
-        try:
-            is_sealed = self._its.process.has(*self._seal)
-        except Lost as error:
-            raise self.why_ended() from error
-        if not is_sealed:
-            raise self.why_ended()
+        self._remote = Remote(process, Addresses.of_ranges([]), seal_address, seal, is_mapped=False)
+        self.check_seal()
 
     def mover_for(self, wanted: Sequence[int], streams: int) -> None:
         """The device moves the bytes."""
@@ -710,7 +701,7 @@ class CudaStream(ReceivingStream):
         """Ask for everything, and copy what is there in windows."""
         if self._source is not None and isinstance(self.job.sink, Piecewise):
             rest = self._rest if self._its.peers.settings.device_share < 1 else None
-            read_tiles(self, self._source, self._check_seal, rest)
+            read_tiles(self, self._source, self.check_seal, rest)
             return
         wanted = self.job.queue.take(1 << 62)
         for first in range(0, len(wanted), ASK_CHUNKS):
@@ -735,7 +726,7 @@ class CudaStream(ReceivingStream):
         began = time.monotonic()
         digests = sink.stream.copy_from(source, start, stop, sink.chunk_bytes, digests=sink.is_checking)
         took_s = time.monotonic() - began
-        self._check_seal()
+        self.check_seal()
         self.note_read(stop - start, is_last=ring is not None or at + count == len(asked))
         job.count_received(stop - start, count)
         sink.take(range(first, first + count), digests)

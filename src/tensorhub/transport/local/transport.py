@@ -297,9 +297,10 @@ class LocalRead(TcpRead):
 
 
 class ReceivingStream(AnnouncedStream):
-    """One connection, on which descriptors may come with a frame."""
+    """One connection to a source of this host: descriptors may come with a frame, and its seal can be read."""
 
     _received: Received | None = None
+    _remote: Remote | None = None  # for this thread
 
     def next_with(self, received: Received) -> tuple[int, int, int]:
         """The next frame that says something. `received` then has its descriptors."""
@@ -314,6 +315,15 @@ class ReceivingStream(AnnouncedStream):
             return super().receive_header()
         return receive_header(self.wire, self._received)
 
+    def check_seal(self) -> None:
+        """Raises what ended the export, if it has ended."""
+        try:
+            if self._remote is not None and self._remote.is_sealed:
+                return
+        except Lost as error:
+            raise self.why_ended() from error
+        raise self.why_ended()
+
 
 class LocalStream(ReceivingStream):
     """One connection, and the thread that copies what is announced on it."""
@@ -322,7 +332,6 @@ class LocalStream(ReceivingStream):
         super().__init__(job, wire, index)
         assert isinstance(job, LocalJob)
         self._its = job
-        self._remote: Remote | None = None
         self.can_map = job.maps
 
     def receive_manifest(self) -> bytes:
@@ -417,11 +426,7 @@ class LocalStream(ReceivingStream):
 
     def taken(self, size_bytes: int) -> None:
         """What was copied counts if the seal is still there."""
-        try:
-            if self._remote is None or not self._remote.is_sealed:
-                raise self.why_ended()
-        except Lost as error:
-            raise self.why_ended() from error
+        self.check_seal()
         self.note_read(size_bytes, is_last=not self.asked)
 
 
