@@ -69,6 +69,7 @@ def test_help_names_every_command() -> None:
     assert (status, err) == (0, "")
     for command in ("serve", "status", "watch", "doctor"):
         assert re.search(rf"\b{command}\b", out), command
+    assert re.fullmatch(r"tensorhub \d+\.\d+\.\d+\S*\n", run("--version")[1])
 
 
 def test_a_server_that_is_not_there_is_two_clear_lines() -> None:
@@ -232,6 +233,19 @@ def test_a_server_makes_its_token_and_says_where_it_is(tmp_path: Path, monkeypat
         arguments = Path(f"/proc/{program.pid}/cmdline").read_bytes() + b"".join(map(str.encode, said))
         assert token.encode() not in arguments
         program.terminate()
+
+
+@pytest.mark.processes
+def test_a_server_that_lets_everybody_in_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TENSORHUB_STATE_DIR", str(tmp_path / "state"))
+    with start("serve", "--host", "0.0.0.0", "--port", "0", "--fresh", "--insecure") as program:
+        assert program.stdout is not None
+        address = program.stdout.readline().split()[3].rstrip(";")
+        assert tensorhub.connect(f"127.0.0.1:{address.rpartition(':')[2]}").models() == []
+        program.terminate()
+        _, err = program.communicate(timeout=60)
+    assert err.count("this server is insecure: everybody who reaches") == 1
+    assert not (tmp_path / "state" / "token").exists()
 
 
 @pytest.mark.processes

@@ -265,3 +265,17 @@ def test_a_conversion_that_is_no_view_is_refused_with_the_cure(convert, server):
     assert "rename={'w': 'w'}" in refused.value.hint
     with fsdp.attach(module, "policy", server=server, rename={"w": "w"}):
         assert tensorhub.load("policy@0", server=server).keys() == {"w"}
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda state: {"w": state["w"][:2]}, "leaves some of it out"),
+        (lambda state: {}, "leaves it out"),
+        (lambda state: {"w": state["x"]}, "failed: KeyError"),
+    ],
+)
+def test_a_conversion_that_loses_something_is_refused(convert, function, said):
+    convert(function)
+    with pytest.raises(tensorhub.UsageError, match=said):
+        published(PreTrainedModel(w=(3, 4)))

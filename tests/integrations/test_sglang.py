@@ -64,6 +64,17 @@ def test_each_version_that_is_wanted_is_loaded(hub, trainer):
     assert len(sglang._readers) == 1
 
 
+def test_other_tensors_under_that_name_are_laid_out_anew(hub, trainer):
+    weights, tensors = trainer
+    call(Model(), sglang.wanted("policy", 0, replica="rollout", server=hub))
+    weights.unpublish()
+    weights.register({**tensors, "k_proj.weight": torch.full((1, 5), 3.0)}, boxes={})
+    weights.publish(1)
+    model = Model()
+    call(model, sglang.wanted("policy", 1, replica="rollout", server=hub))
+    assert (model.qk[4:5] == 3.0).all()
+
+
 def test_a_version_that_is_not_there_leaves_the_model_as_it_was(hub, trainer):
     model = Model()
     call(model, sglang.wanted("policy", 0, replica="rollout", server=hub))

@@ -93,7 +93,6 @@ def test_a_process_that_ended_is_never_asked_again(has_pidfd: bool, monkeypatch:
     process.close()
 
 
-@pytest.mark.root
 @pytest.mark.parametrize("has_pidfd", [True, False])
 def test_who_has_the_pid_of_a_dead_source_is_not_read(has_pidfd: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a real PID that is given to another process: the kernel is told which one to give out next."""

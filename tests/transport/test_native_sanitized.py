@@ -43,7 +43,6 @@ def sanitized(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return made, runtime
 
 
-@pytest.mark.sanitized
 @pytest.mark.processes
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
