@@ -21,14 +21,8 @@ from aiohttp.web import RequestHandler, RequestPayloadError
 from ..protocol.messages import MAX_REPORT_BYTES
 from ..transport.threads import Thread, is_shortage, start
 
-# --- Connections to a reference server that are no worker's line: strangers that ask nothing, and askers that do not
-# read.
-#
-# Each costs a descriptor, and an answer that nobody reads costs memory. So a connection has a few seconds for its first
-# whole request, and an answer has to be taken at some rate. Where descriptors are short, a connection has as little
-# time between two requests. A worker's line is none of these; its sweep is the server's.
-#
-# It must never: end a connection that asks and reads, however long it waits for an answer.
+# Connections that are no worker's: each costs a descriptor, and an answer that is not read costs memory.
+# A connection has a few seconds for its first request, and an answer has to be taken at some rate.
 
 
 PIECE_BYTES = 256 * 1024  # of an answer, to be taken in the time after which a reader is stuck: 50 kB/s
@@ -125,14 +119,8 @@ class Accepted:
                 caller.transport.abort()
 
 
-# --- What the reference server keeps of those who have not said yet who they are: a little of each, and of all
-# together.
-#
-# Whoever can connect may be a stranger, and what one sends is kept until a message of it is whole. So a stranger is
-# heard up to the length of a Hello, and cut where all strangers together hold too much. A good Hello that came before
-# the limit makes welcome: then all that came after it is handed on too.
-#
-# It must never: look into what is said, or touch a byte of those who are welcome.
+# What is kept of a client before its Hello: as much as a Hello may be, and little of all such clients together.
+# What comes after a good Hello is handed on, however long it is.
 
 
 MAX_OF_ONE_BYTES = MAX_REPORT_BYTES + 4096  # a Hello as long as any may be, in its frame, and some pings
@@ -232,11 +220,8 @@ class Stranger(asyncio.Protocol):
         self._inner.resume_writing()
 
 
-# --- Keeps browsers away from a reference server: a page that is open on a host must not reach the server there.
-#
-# A page's request says where the page is from (`Origin`, `Sec-Fetch-Site`). A page whose own name was made to lead to
-# this server (DNS rebinding) says that name in `Host`. Both are refused before anything else of the request is looked
-# at. No name is looked up for a request.
+# Refuses browsers. `Origin` and `Sec-Fetch-Site` say that a page asks. `Host` shows a page whose name was made to lead
+# here (DNS rebinding).
 
 
 _HOST = re.compile(r"(?:\[([^\[\]@]+)\]|([^:\[\]@]+))(?::\d{1,5})?\Z")
@@ -279,11 +264,7 @@ class Names:
             return False
 
 
-# --- Files and connections that a reference server's process may open: as many as it can have, and a word before the
-# last.
-#
-# Where none is left, the event loop closes whoever connects, or lets them wait, and says nothing that a user
-# understands.
+# Descriptors: without one, the event loop turns clients away and logs nothing that a user understands.
 
 
 _log = logging.getLogger(__name__)
@@ -344,13 +325,8 @@ def _lowest_free() -> float:
     return found
 
 
-# --- What a reference server's log says of requests that went wrong: each kind seldom, whoever sends how many.
-#
-# aiohttp logs a traceback for each. A stranger must not fill the log with them, nor hide in them what matters. What
-# is no HTTP is one line, and so is a connection for which there is no descriptor. What fails is a defect of ours with
-# its traceback. Each says how many like it were left out.
-#
-# Before 3.14.4 an address such as "http://[" went through aiohttp's parser as an exception: asyncio logs that one.
+# The log of requests that went wrong: each kind seldom, with how many were left out. aiohttp logs a traceback for each.
+# Before 3.14.4 an address such as "http://[" was an exception in aiohttp's parser, which asyncio logs.
 
 
 MALFORMED, SHORTAGE, FAILED = range(3)

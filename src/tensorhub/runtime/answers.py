@@ -18,11 +18,8 @@ from ..server.calls import held_by, next_version
 from ..server.layouts import cuts_of, describe
 from .questions import VersionExists, spec_of_text
 
-# --- Long polls: a question that is asked anew whenever something may have changed, until its answer is final.
-#
-# All who ask the same get the same answer, worked out once for a burst of reports. Where that takes long it is done
-# more seldom: `SHARE` of the time goes into all questions together. It must never: keep the loop from everybody's
-# orders.
+# Long polls. Equal questions share an answer, found once for a burst of reports. All questions together take `SHARE` of
+# the time.
 
 
 T = TypeVar("T")
@@ -105,11 +102,7 @@ class Polls:
         return answer
 
 
-# --- The status of a large fleet, taken and encoded a little at a time, so that nobody's orders wait for it.
-#
-# At 8,192 workers it is 4 MB of JSON. So all who ask at about the same time get the same bytes, and after each time
-# there is a rest. It must never: keep the loop for more than a few milliseconds, or show what was before the
-# question.
+# The status of a large fleet, taken and encoded in slices. At 8,192 workers it is 4 MB of JSON.
 
 
 SLICE_S = 0.002  # at a stretch, as the intake's
@@ -215,11 +208,7 @@ def _fields(thing: msgspec.Struct) -> dict[str, object]:
     return {name: getattr(thing, name) for name in thing.__struct_fields__}
 
 
-# --- The questions that anybody may put to a reference server, and wait for the answer: its side of `questions`.
-#
-# `/v1/wait` ends when a version exists, `/v1/held` when enough replicas hold it, `/v1/next_version` and `/v1/described`
-# when a restarted server has heard enough; all with the asker's patience. `/v1/cuts` is answered at once. It must
-# never: change the machine, or decide.
+# Handlers of questions. Each ends when its answer is final, or with the asker's patience.
 
 
 LONGEST_POLL_S = 60.0

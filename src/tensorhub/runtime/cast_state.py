@@ -23,12 +23,8 @@ if TYPE_CHECKING:
 
 HELD_HINT = "unpublish(), then publish a higher number; mutating(version=...) does both"
 
-# --- Whose turn it is on one worker: one call at a time, and in the block of a `mutating` none that would spoil its
-# end.
-#
-# The end of the block publishes what the tensors are then, under the number that was claimed. What would fill, publish
-# or withdraw them meanwhile is refused. What only asks, pins or fetches ahead is not; nor is `register`: whoever has to
-# replace tensors in a step may say so, and those are published. It must never: wait.
+
+# One call at a time. In the block of a `mutating` no call may fill, publish or withdraw the tensors.
 
 
 BLOCK_HINT = "the block only changes the tensors; its end publishes them, and an exception in it does not"
@@ -70,13 +66,8 @@ class CallLock:
             self._block = ""
 
 
-# --- An unpublish for which its caller does not wait: nobody reads what he is about to change.
-#
-# Tensors that are published from a buffer may change while the buffer is still read. So `unpublish` returns as soon as
-# the version is being withdrawn, and whatever is called next waits for the end of that, and raises what went wrong
-# there.
-#
-# Used in the worker's loop only. It must never: let a second call begin while the first is under way.
+# Tensors that are published from a buffer may change while the buffer is read. So `unpublish` returns at once, and the
+# next call waits for its end and raises its error.
 
 
 class BackgroundUnpublish:
@@ -152,11 +143,8 @@ def _look_at(task: "asyncio.Task[Version | None]") -> None:
         task.exception()
 
 
-# --- Whether a worker's tensors are a version, whole, or torn; and when masters are cast into the buffer and back.
-#
-# What is torn is no version, which the worker's machine cannot know: it must not be published, nor a step begun on it.
-# Casting happens in threads; none of them is left behind, however the call ends. It must never cast into a buffer that
-# somebody may read, nor write to masters that already are what the buffer is: their owner may have gone on with them.
+# Torn tensors are no version, which the worker's machine cannot know. Masters that equal the buffer are not written:
+# their owner may have gone on with them.
 
 
 CUT_OFF = "casting back was cut off, so they are half of one version and half of another"
@@ -265,11 +253,7 @@ class CastState:
         job.result()
 
 
-# --- Tensors whose memory goes away for a while, and comes back elsewhere or with other bytes: an engine that sleeps.
-#
-# Between `suspend` and `resume` a worker knows how its tensors are laid out, and not where they are: it keeps no
-# address, and nothing that holds their memory. Host copies live on, and are read and filled ahead as ever. It must
-# never: touch memory that was suspended, or let a call begin that would.
+# Between `suspend` and `resume` a worker keeps the layout of its tensors, and nothing that holds their memory.
 
 
 class Suspension:

@@ -54,13 +54,8 @@ from .driver import AFTER_DEADLINE_S, Driver, failed
 from .loops import in_thread
 from .questions import check_held, siblings, wait_for_holders, wait_for_version
 
-# --- What is published in tiles: the grid is fixed from how all living replicas are cut, then every tile is hashed.
-#
-# All shards of a replica cut the same grid, for it follows from what the server says of all of them: each asks once all
-# of its siblings have registered. Where another replica registers just then, two shards may have heard different
-# things: the server says so, and all of them cut anew.
-#
-# Blocking work is done in threads. It must never: hash before it is known how, or guess what a sibling has.
+# Tiles. All shards of a replica cut the same grid, from what the server says of all living replicas. If another replica
+# registers just then, the server says so, and all shards cut anew.
 
 
 async def cut(
@@ -88,12 +83,6 @@ def _hashed(
     registration: Registration, make_grid: Callable[[], Grid], chunk_bytes: int, metadata: bytes
 ) -> TiledVersion:
     return tiled_version(registration, make_grid(), chunk_bytes, metadata=metadata)
-
-
-# --- What is published, in numbers: plain chunks, or tiles where it is known which parts of which tensors there are.
-#
-# Hashing happens in threads, until the caller's deadline. It must never: hash anew what cannot be, or cut anew what is
-# held.
 
 
 T = TypeVar("T")
@@ -170,10 +159,8 @@ def grid_of(known: Known) -> Digest:
     return known.cut.manifest.grid if isinstance(known, TiledVersion) else Digest("")
 
 
-# --- Which threads of this process use a worker: whether anybody but the thread that waits could still call it.
-#
-# A thread that holds two shards of one replica and waits for the first one's call waits for itself. It is told so, but
-# only where it is sure: the program has no other thread, which may be about to.
+# A thread that holds two shards of one replica, and waits for the call of the first, waits for itself. It is told so
+# only if the program has no other thread.
 
 
 OURS = "tensorhub-"  # how the names of this library's threads begin
@@ -212,9 +199,6 @@ class Callers:
         with self._lock:
             is_user = thread in self._users
         return is_user and all(each is thread or each.name.startswith(OURS) for each in threading.enumerate())
-
-
-# --- What a caller wishes beside its calls: versions that are kept, and one that is fetched ahead.
 
 
 _log = logging.getLogger(__name__)
@@ -286,12 +270,6 @@ class Pins:
         if not await self._driver.until(lambda: worker.acknowledged >= number, deadline):
             text = f"{self._me}: the reference server has not heard of the pins {list(pins)} in time"
             raise DeadlineExceeded(text, hint="is it running? The pins count once it hears of them")
-
-
-# --- What a caller can ask of its worker: the methods of `Weights`, as coroutines of the worker loop.
-#
-# Checks what can be checked here, hashes in threads, and leaves every decision to the machine that `driver` drives. A
-# call's deadline counts from its beginning, hashing included. It must never: block the loop, or outlive a deadline.
 
 
 MAX_CUTS = 3  # of one publish

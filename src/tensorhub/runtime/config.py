@@ -22,11 +22,6 @@ from ..protocol.settings import Settings
 from ..transport import threads
 from ..transport.base import PREFERENCE
 
-# --- This user's state directory, and the secrets that all servers and workers of this user find there.
-#
-# A secret is a file that only this user may read. It is made once: processes that start together agree on one value.
-
-
 SECRET_BYTES = 32
 MAX_SECRET_BYTES = 4096
 ELSEWHERE = "set TENSORHUB_STATE_DIR to a directory of this user, give a token with --token-file, or use --insecure"
@@ -148,11 +143,7 @@ def _refused(error: OSError, did: str, hint: str = ELSEWHERE) -> TensorHubError:
     return UsageError(text, hint=hint)
 
 
-# --- Settings of a process: from arguments, then `TENSORHUB_*` variables, then defaults.
-#
-# `Options` are those of a worker, `core.settings.Settings` those of a reference server; both are read here, and
-# `table()` lists them all for the documentation. A bad value is a `UsageError` that names the argument or the
-# variable.
+# `Options` are settings of a worker, `Settings` those of a server. A bad value is a `UsageError` that names it.
 
 
 DEFAULT_PORT = 7450

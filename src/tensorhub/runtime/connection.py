@@ -179,10 +179,7 @@ def _numbers_of(report: Report) -> Iterator[int]:
         yield from (failure.ticket, failure.source.shard)
 
 
-# --- HTTP to a reference server whose name may not be resolved: a name service that hangs holds nobody up.
-#
-# A name is looked up in a daemon thread. The event loop's own threads are waited for at the interpreter's exit, so a
-# lookup that hangs would keep a process alive long after its call has ended. It must never: look up a plain address.
+# Names are looked up in daemon threads: the interpreter's exit waits for the event loop's own threads.
 
 
 _NUMERIC = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
@@ -222,21 +219,9 @@ def _look_up(host: str, port: int, family: socket.AddressFamily) -> list[Resolve
     return found
 
 
-# --- A worker's line to its reference server: connects, says hello, carries messages, and connects again for ever.
-#
-# Both directions carry the state of things, so only the newest report waits to be sent, and whatever a broken line
-# swallowed is told again on the next one.
-#
-# A server that says nothing may be far behind with its decisions: then each new connection would only be more work.
-# So a worker that has heard nothing for `SILENCE_S` asks with a ping, which the server's sockets answer though its
-# decisions wait, and keeps the line while anything comes. That the host is gone, or the way to it, TCP says when it
-# does not take what is sent. Only a server that lives by that and shows no other sign of life for `PATIENCE_S` is
-# left, by each worker at a time of its own. So it is while a line begins: who hangs up in the queue of a busy server,
-# to come back at its end, leaves it only lines that nobody wants any more.
-#
-# What the worker's layout is goes when the server asks for it: of ten thousand that have the same, one is asked.
-#
-# It must never: give up by itself (a definitive `Refusal` ends it), or look into a report or orders.
+# Only the newest report waits to be sent. A server that says nothing may be busy, and each new connection would be
+# more work for it. So after `SILENCE_S` the worker sends a ping, and keeps the connection while anything comes. TCP
+# ends it if the host is gone. Only a server that is silent for `PATIENCE_S` is left, by each worker at another time.
 
 
 _log = logging.getLogger(__name__)

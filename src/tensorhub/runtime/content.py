@@ -304,11 +304,7 @@ class Looking(Trusted):
         raise InvariantViolation("a look was given bytes")
 
 
-# --- Which endpoints of a source nobody can reach from here, as far as the endpoints themselves say so.
-#
-# A worker listens at the address that its host has on the way to the reference server. Who went there by `127.0.0.1`
-# can be read on its own host only. On another host a connection to that address would end at a stranger, or nowhere;
-# so it is not tried, and the reader says what to change. Where a source is, its endpoint of `local` tells.
+# A worker that went to the server by 127.0.0.1 listens there. A reader on another host does not try that address.
 
 
 LISTENING = ("tcp", "nixl")  # both are begun by a connection to an address
@@ -356,9 +352,6 @@ def _loopback(endpoint: str) -> str:
         return ""
 
 
-# --- Taking an export back, from every transport that has it, however long its readers take.
-
-
 TRY_S = 1.0  # one try; they go on until nobody reads any more
 SLOW_S = 10.0  # longer than this is worth a line in the log
 
@@ -375,9 +368,6 @@ def withdraw_everywhere(
             if not is_told and time.monotonic() - began > SLOW_S:
                 is_told = True
                 _log.warning("%s: %s is still being read after %.0f s", who, key, SLOW_S)
-
-
-# --- One version in a worker's memory, whole or being filled, and its export by every transport.
 
 
 Known = Manifest | TiledVersion  # what a version is, in whichever way it was published
@@ -457,13 +447,8 @@ def changed_tensors(registration: Registration, known: Known) -> tuple[list[str]
     return changed_of(registration.layout, known, changed_chunks(registration, known))
 
 
-# --- Which way each read of this worker goes: the facts for `transport.choose`, and the memory of what does not work.
-#
-# A transport that cannot work between this worker and a peer is tried once; then the next one is taken within the same
-# grant, and the first no more for that peer. The reason is logged once. But it may have been about one version only,
-# whose memory was freed, say: where there is no other way, it is tried once for each version.
-#
-# Used in the worker's loop only.
+# A transport that does not work between two workers is tried once, and the reason is logged once. The reason may have
+# been one version whose memory was freed. So without another way it is tried once for each version.
 
 
 MAX_FAILED = 4096  # endpoints remembered; one of each life of each peer
@@ -564,9 +549,6 @@ class Meter:
 
 def _rate(size_bytes: int, seconds: float) -> int:
     return round(size_bytes / seconds) if seconds > 0 else 0
-
-
-# --- The read that is under way at a worker: by which way it goes, and what the machine was told of it.
 
 
 class Counted(Protocol):

@@ -62,9 +62,6 @@ from .dataplane import DataPlane
 from .loops import in_thread
 from .tile_reads import Covering
 
-# --- A call that waits for long says so in the log, and for what. It must never: end the call, or keep it waiting.
-
-
 _log = logging.getLogger(__name__)
 
 SAYS_AFTER_S = (5.0, 30.0)  # since it began: what is over by itself is over by the first
@@ -126,10 +123,7 @@ def why_waits(worker: Worker, server: str, why_away: str, now: float) -> str:
     return call.answer.waiting.message if call.answer.waiting is not None else ""
 
 
-# --- Drives one worker's machine: events in from caller, server, data plane and clock; effects out, in their order.
-#
-# Lives in the process's worker loop. If the machine contradicts itself, that is our bug: its story is logged, every
-# call fails, and this worker stops. It must never: decide anything, or look at what an event means.
+# A machine that contradicts itself is a defect: its story is logged, each call fails, and this worker stops.
 
 
 TRANSPORT_CLOSE_S = 5.0  # its threads return at once when cut; a copy from a device may take longer

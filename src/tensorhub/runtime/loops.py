@@ -19,14 +19,8 @@ from ..protocol.errors import Closed, DeadlineExceeded, TensorHubError, UsageErr
 from ..transport import threads
 from ..transport.threads import Thread, block_sigpipe, is_ending, no_thread, start, track, tracked
 
-# --- Work that the worker loop does for a caller who waits elsewhere: in a thread that blocks, or in a loop of its
-# own.
-#
-# A caller may be interrupted at any instruction (Ctrl-C). So the two share nothing that such a caller could leave
-# locked: only the loop changes a call, whoever wants something of it puts that in the loop's queue, and what the
-# caller waits for is a bare lock, or a future of its own loop, that the worker loop releases.
-#
-# It must never: keep the loop waiting for a caller, or lose a result that somebody has to take back.
+# A caller may be interrupted at any instruction (Ctrl-C). So it shares no lock with the loop: only the loop changes a
+# call, and the caller waits for a bare lock or a future of its own loop.
 
 
 T = TypeVar("T")
@@ -130,10 +124,7 @@ def release(future: "asyncio.Future[None]", loop: asyncio.AbstractEventLoop) -> 
         loop.call_soon_threadsafe(lambda: None if future.done() else future.set_result(None))
 
 
-# --- What a worker does in the background, and what has to wait for it: the withdrawal of exports, by their key.
-#
-# A key may be exported again as soon as its withdrawal has ended, and not before: else the new export would be
-# withdrawn. Used in the worker's loop only.
+# A key may be exported again only after its withdrawal: else the new export would be withdrawn.
 
 
 class Background:
@@ -178,10 +169,7 @@ async def _one_after_another(
     await second()
 
 
-# --- The one thread with an event loop that all workers of this process share; callers' threads only wait for it.
-#
-# The thread is a daemon and starts with the first use. A forked child has no threads: it gets a new one for what it
-# opens itself, and never touches what it inherited (see `forget_after_fork`).
+# A forked child has no threads. It gets a loop for what it opens itself, and does not touch what it inherited.
 
 
 AGAIN_S = 0.1  # until the next try to start a thread that must be

@@ -42,9 +42,6 @@ if TYPE_CHECKING:
     pass
 
 
-# --- Makes a worker: its transports, its hello, its line to the server; and closes those that were forgotten at exit.
-
-
 _log = logging.getLogger(__name__)
 
 TRY_TCP = "add tcp to transports= or TENSORHUB_TRANSPORTS, and see `tensorhub doctor`"

@@ -43,10 +43,7 @@ from .connection import CONNECT_S, STATUSES, http_session, retry_delay_s, unreac
 from .content import key_of
 from .loops import hand_over, in_thread
 
-# --- What callers and their texts mean by a version, as the plain int or str that travels.
-#
-# Numbers of steps come out of numpy, and names out of enums. What is an integer or a text counts as one; anything
-# else is left as it is, for `core.version_spec` to refuse.
+# Numbers of steps come out of numpy, and names out of enums.
 
 
 MAX_DIGITS = 100  # of a text that is looked at as a number: Python itself refuses thousands
@@ -76,9 +73,7 @@ def spec_of_text(text: str) -> Spec:
     return spec
 
 
-# --- What anybody may ask a reference server over plain HTTP: how things are, and to be told when they are otherwise.
-#
-# Each question ends by its deadline; a server that is away is asked again until then. It must never: need a session.
+# A question ends by its deadline. A server that is away is asked again until then.
 
 
 SIBLING_AGAIN_S = 0.05  # the first time; a sibling registers soon

@@ -36,11 +36,7 @@ from .answers import Answers, Shown
 from .config import OTHER_HOST
 from .connection import Malformed, OddNumber, decode_to_server, encode
 
-# --- One worker's WebSocket as the reference server sees it.
-#
-# Orders are the whole truth at their number, so only the newest wait to be sent: a worker that does not read costs one
-# message of memory, and its line is cut after a while. It must never: block whoever posts, or let one line delay
-# another.
+# Only the newest orders wait to be sent: a worker that does not read costs one message, and is cut after a while.
 
 
 _log = logging.getLogger(__name__)
@@ -128,15 +124,8 @@ class Line:
             self._transport.abort()
 
 
-# --- What workers have sent and nobody has decided about yet: one decider takes the lines in turn.
-#
-# A report is whole, so of each line only the newest waits: however late the decisions are, no more than one report of
-# each worker is owed an answer. The decider lets everybody else run after a few milliseconds, so that orders leave, and
-# lines are read, while others still wait.
-#
-# Lateness is no time: what waits is handled as of when it came (`now`), in the order in which the lines began to
-# wait. So no lease ends, and no recovery, while a report that would have changed that waits here. It must never: drop
-# the last thing that a line has said, or look into a message.
+# Of each worker only the newest report waits. It is handled as of when it came (`now`), in the order in which
+# connections began to wait. So no lease ends while a report waits here.
 
 
 SLICE_S = 0.002  # at a stretch: an update's decisions take up to that, and a turn of the loop 20 µs
@@ -251,17 +240,9 @@ class Intake:
             self._decider.end(line, now=inbox.first_at)
 
 
-# --- Reports that name a layout which the server does not know wait here until one who has it says what it is.
-#
-# A layout of ten thousand tensors takes a megabyte, and all workers of a model have the same few. So a worker sends its
-# own when asked for it, and of those who wait for one layout, one is asked. Another one is asked if that takes long:
-# the first may have stopped, or its host may be gone. Each is asked once.
-#
-# A report that waits does not prolong its worker's lease. So after a while all who wait are let through, and whoever
-# names the layout later: a decision needs its digest alone, and only errors and the grid of a publish want to know
-# more.
-#
-# It must never: drop the last thing that a line has said, ask all at once, or let one worker end the lease of another.
+# Reports with an unknown layout wait until a worker sends that layout: ten thousand tensors take a megabyte, so of
+# all the workers that wait for one layout, one is asked at a time. After a while their reports are let through: a
+# decision needs the digest alone, and a report that waits does not prolong a lease.
 
 
 ASK_AGAIN_S = 0.5  # a megabyte takes 0.1 s on a link of 100 Mbit/s
@@ -377,12 +358,7 @@ class UnknownLayouts:
                 self._let_through(each.line, report)
 
 
-# --- The reference server: sockets and a clock around `core.server.Server`, which decides everything.
-#
-# One event loop owns the machine. What workers say waits in the intake until it is decided: the machine's time is the
-# time up to which all that came was handled. Workers talk to it over `/v1/session` (WebSocket), everybody else over
-# HTTP: `/v1/status`, `/healthz`, and the questions of `answers`. Whatever a stranger sends, nothing but its own
-# connection suffers. It must never: touch a weight byte, or remember what the machine does not.
+# The machine's time is the time up to which all that came was handled.
 
 
 HELLO_S = 5.0  # from the connection to its first request, and from there to a worker's first message

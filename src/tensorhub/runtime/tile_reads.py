@@ -53,13 +53,8 @@ if TYPE_CHECKING:
     from .dataplane import DataPlane
 
 
-# --- Whether this worker's replica has boxes for all of a version that it is about to read out of another cut.
-#
-# A replica that forgot a layer would be filled sooner than the others, and compute with old weights. So it is refused
-# before a byte is written, with the tensor's name. Who leaves something out on purpose says so at `register`.
-#
-# A shard knows its own boxes; what its siblings have registered the server says. Asked once for each set of boxes. It
-# must never: wait longer than `ASK_S` for the server, or take what a sibling had registered before for what it has now.
+# A replica that forgot a layer would compute with old weights. So a read is refused before a byte is written, and names
+# the tensor. The server is asked once for each set of boxes what siblings have registered.
 
 
 ASK_S = 10.0
@@ -97,9 +92,6 @@ def _tensors(offers: Iterable[Offer]) -> tuple[GlobalTensor, ...]:
     """What the sources have together, by name."""
     found = {tensor.name: tensor for offer in offers for tensor in offer.cut.table.tensors}
     return tuple(found[name] for name in sorted(found))
-
-
-# --- What a read of tiles consists of: its parts, how far it is, and what it asks of its worker's data plane.
 
 
 OUR_OWN = (UsageError, HostMemoryFull)  # errors for which no source is to blame, and that no other one would mend
@@ -145,9 +137,6 @@ def known(error: Exception, version: Version) -> TensorHubError:
     if isinstance(error, TensorHubError):
         return error.with_traceback(None)
     return as_ours(error, f"tiles of version {version} cannot be worked out")
-
-
-# --- What a read of tiles tells of itself: to the machine, how far it is and how much comes; to people, how it went.
 
 
 _log = logging.getLogger(__name__)
@@ -234,19 +223,14 @@ class Telling:
         )
 
 
-# --- One read of tiles: out of one source of the same layout, or *across*, out of several that are cut in another
-# way.
+# One read of tiles, from one source of the same layout, or *across*: from several that are cut in another way.
 #
-#     looks      each source is asked what it is; nothing is wanted of it
-#     derives    the reader's own manifest follows from theirs, in a thread: what cannot be is said before a byte moves
-#     reads      what is missing is planned over the sources that live, each brings its legs one after another
+#     looks      each source is asked what it is
+#     derives    the reader's manifest follows from theirs, in a thread; what is wrong is said before a byte moves
+#     reads      what is missing is planned over the living sources, and each brings its legs one after another
 #
-# A *part* is what comes from one source. It has a ticket, a way, a gate and a fate of its own: when it fails or is told
-# to stop, what it has not brought is planned anew over the others, or waits for one more (`add`). The read as a whole
-# touches the memory, and is told to stop, as any other read.
-#
-# Used in the worker's loop; transports call back from their threads, and only wake it. It must never: choose a source,
-# plan over a part that has ended, or tell the machine anything from within a call of the machine's.
+# A *part* is what comes from one source. If it fails or is stopped, what it has not brought is planned over the
+# others, or waits for one more (`add`). Nothing here tells the machine anything while the machine calls it.
 
 
 T = TypeVar("T")
@@ -622,11 +606,7 @@ class TileReading(Telling):
         task.add_done_callback(self._tasks.discard)
 
 
-# --- The reads of tiles of one worker: what they need of its data plane, and what becomes of what they bring.
-#
-# The content that a read of tiles fills is known once its manifest is derived: then it is the worker's `incoming`
-# content, or a host copy, as that of any other read, and peers may read behind it. It must never: have two reads at
-# once.
+# A read of tiles fills the worker's `incoming` content, or a host copy, once its manifest is derived.
 
 
 class TilePlane:
