@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 load, load_shards = load_async, load_shards_async  # as in `tensorhub`, awaited
 
-LEAVE_IN_A_HURRY_S = 5.0  # when a `with` block ends by an exception: nobody wants to wait for slow readers then
+LEAVE_IN_A_HURRY_S = 5.0  # when a `with` block ends by an exception: slow readers are not waited for then
 
 
 async def open(
@@ -64,7 +64,7 @@ async def open(
     token is the server's, by default this user's own; with `insecure` there is none. `transports` limits and orders the
     ways to move bytes, e.g. "local,tcp". `timeout` is for this call, in seconds, `call_timeout` for every later one,
     unless told otherwise. Peers read from this worker at `host`; several addresses, or interfaces ("eth0,eth1"), are
-    used side by side. `reliable=False`: it may vanish at any time; others read from it, but nobody relies on it.
+    used side by side. `reliable=False`: it may vanish at any time; others read from it, but do not rely on it.
 
     `retain` is how many of the newest versions of the model are kept until all workers have left: the most that
     reliable workers ask for, 1 at least and 8 at most unless the server says otherwise. The last reliable worker to
@@ -227,8 +227,8 @@ class Weights(Worker):
     async def suspend(self, *, timeout: float | None = None) -> None:  # noqa: ASYNC109 - our own deadline
         """Withdraw, and forget where the tensors are: their memory may be unmapped, freed or moved until `resume`.
 
-        For engines that sleep. As `unpublish`, all shards of a replica call it; when it returns nobody reads, and
-        nothing here keeps the memory. Until `resume` or `register` calls that need the tensors are a `UsageError`;
+        For engines that sleep. As `unpublish`, all shards of a replica call it; when it returns there are no readers,
+        and nothing here keeps the memory. Until `resume` or `register` calls that need the tensors are a `UsageError`;
         copies in host memory are read and prefetched on. Does nothing while suspended. Raises as `unpublish` does.
         """
         deadline, suspension = self._deadline(timeout), self._client.suspension
@@ -254,21 +254,22 @@ class Weights(Worker):
         metadata: Mapping[str, object] | None = None,
         timeout: float | None = None,  # noqa: ASYNC109 - our own deadline
     ) -> int:
-        """Let everybody read what the tensors are now, as `version`, and promise not to change them.
+        """Let all workers read what the tensors are now, as `version`, and promise not to change them.
 
-        `metadata` goes with the version to everybody who gets it: a mapping of JSON values, 16 KiB at most, the same on
-        all shards, verified as the tensors are. Blocks while the tensors are hashed and until all shards of the replica
-        have published. Raises `VersionConflict`, `GroupMismatch`, `GroupIncomplete`, `NotDrained`, `UsageError`.
+        `metadata` goes with the version to each worker that gets it: a mapping of JSON values, 16 KiB at most, the same
+        on all shards, verified as the tensors are. Blocks while the tensors are hashed and until all shards of the
+        replica have published. Raises `VersionConflict`, `GroupMismatch`, `GroupIncomplete`, `NotDrained`,
+        `UsageError`.
         """
         said = encode_metadata(metadata) if metadata is not None else None
         return _certain(await self._here(self._client.publish(plain_spec(version), self._deadline(timeout), said)))
 
     async def unpublish(self, *, timeout: float | None = None) -> None:  # noqa: ASYNC109 - our own deadline
-        """Take the promise back: returns when nobody reads these tensors any more and they may be changed.
+        """Take the promise back: returns when these tensors have no readers and may be changed.
 
         Readers are moved to other holders, else awaited; those who still read after half of the timeout are cut off.
-        With masters alone (`dtype` of `register`) it returns as soon as nobody new may read: the next call awaits the
-        others, within this timeout, and raises what went wrong. With nothing published it does nothing. Raises
+        With masters alone (`dtype` of `register`) it returns as soon as no new reader may come: the next call awaits
+        the others, within this timeout, and raises what went wrong. With nothing published it does nothing. Raises
         `NotDrained` if it was to keep the last copy of what was freed: that version is withdrawn, and lost.
         """
         await self._here(self._client.operate("unpublish", "", self._deadline(timeout)))
@@ -283,13 +284,14 @@ class Weights(Worker):
     ) -> AsyncIterator[None]:
         """Unpublish, let the block change the tensors, publish them as `version`.
 
-        The number is claimed before anything is withdrawn: if it is not higher than the newest, or somebody else has
+        The number is claimed before anything is withdrawn: if it is not higher than the newest, or another trainer has
         claimed it, that is a `VersionConflict` at once, nothing was changed and the block does not run; so it is with
-        tensors that a failed fill may have begun to write, a `UsageError`. Nobody else can take the number meanwhile.
-        If the block raises, nothing is published: the tensors stay unpublished, the number is anybody's again, and the
-        exception goes on. In the block no call may fill, publish or withdraw them (`UsageError`); `register` may change
-        them. With masters alone readers of the version before are awaited after the block, not before it. `metadata` is
-        that of `publish`, as it is when the block has ended. `timeout` is for each of the two calls.
+        tensors that a failed fill may have begun to write, a `UsageError`. No other trainer can take the number
+        meanwhile. If the block raises, nothing is published: the tensors stay unpublished, the number is anybody's
+        again, and the exception goes on. In the block no call may fill, publish or withdraw them (`UsageError`);
+        `register` may change them. With masters alone readers of the version before are awaited after the block, not
+        before it. `metadata` is that of `publish`, as it is when the block has ended. `timeout` is for each of the two
+        calls.
         """
         await self._claim(version, timeout, metadata)
         try:
@@ -301,7 +303,7 @@ class Weights(Worker):
         await self.publish(version, metadata=metadata, timeout=timeout)
 
     async def _claim(self, version: int, within: float | None, metadata: Mapping[str, object] | None = None) -> None:
-        """The beginning of `mutating`: unpublish, and let nobody else take the number until it is published."""
+        """The beginning of `mutating`: unpublish, and keep the number until it is published."""
         if metadata is not None:
             encode_metadata(metadata)  # what cannot be published is said before the step
         claimed = parse_number(version, f"mutating() of {self._client.me}")
@@ -313,7 +315,7 @@ class Weights(Worker):
         self._client.drop_claim()
 
     async def _leave(self) -> None:
-        """It was opened when its caller gave up: nobody will ever use it."""
+        """It was opened when its caller gave up."""
         self._is_closing = True
         await leave_at_once(self._client)
 
@@ -330,7 +332,7 @@ class Weights(Worker):
         wait: bool = False,
         timeout: float | None = None,  # noqa: ASYNC109 - our own deadline
     ) -> int:
-        """Fill the tensors with a version from whoever holds it, verified; afterwards this worker serves it to others.
+        """Fill the tensors with a version, verified; afterwards this worker serves it to others.
 
         `spec` is a version number, "latest" or "latest-N". "latest" waits for a first version, "latest-N" for so many;
         a number waits to be published with `wait=True`, as long as no higher one was. Returns the version when all
@@ -348,9 +350,10 @@ class Weights(Worker):
 
         Cheap when nothing is newer. A number that is not newer than what is held keeps what is held; a newer one that
         does not exist is `VersionUnavailable`. "prefetched" is the newest version that every shard of this replica has
-        fetched ahead, whole; while there is none the version held is kept, and nobody waits. So an update is never more
-        than a local copy. It wants `prefetch="always"` on `open`, or `prefetch()` before (else `UsageError`). Errors as
-        of `replicate` and `unpublish`; after one the shards may hold different versions until the next call succeeds.
+        fetched ahead, whole; while there is none the version held is kept, and the call does not wait. So an update is
+        never more than a local copy. It wants `prefetch="always"` on `open`, or `prefetch()` before (else
+        `UsageError`). Errors as of `replicate` and `unpublish`; after one the shards may hold different versions until
+        the next call succeeds.
         """
         return _certain(await self._here(self._client.operate("update", plain_spec(spec), self._deadline(timeout))))
 
@@ -367,7 +370,7 @@ class Weights(Worker):
         """Keep that version, however new others are, until `unpin` or the end of this worker.
 
         When this returns, no worker leaves the last reliable copy of it by its own will. Raises `VersionUnavailable` if
-        nobody holds it (any more), `ServerUnreachable` if the server cannot be asked, `DeadlineExceeded`.
+        no worker holds it, `ServerUnreachable` if the server cannot be asked, `DeadlineExceeded`.
         """
         await self._here(self._client.pin(parse_number(version, "a pin"), self._deadline(timeout)))
 
@@ -427,7 +430,7 @@ def connect(
     insecure: bool | None = None,
     timeout: float | None = None,
 ) -> "View":
-    """A read-only view of a reference server: which models, versions and replicas there are, and who reads from whom.
+    """A read-only view of a reference server: which models, versions and replicas there are, and what is read.
 
     `token` and `insecure` are as of `open`; an insecure server looks at no token. `timeout` is for each question. Asks
     nothing.
@@ -476,7 +479,7 @@ class View(Caller):
         return await self._thread.here(wait_for_number(self._options, model, self._deadline(timeout)))
 
     async def layout(self, model: str, spec: Spec = "latest", *, timeout: float | None = None) -> LayoutView:  # noqa: ASYNC109 - our own deadline
-        """What a version is made of, for whoever has registered nothing: names, dtypes and shapes, shard by shard.
+        """What a version is made of, without registering it: names, dtypes and shapes, shard by shard.
 
         With boxes: of the whole tensors, in one shard, as `load` gives them. Raises `VersionUnavailable`, `SourceLost`,
         `ServerUnreachable`, `DeadlineExceeded`, `UsageError`.
@@ -493,7 +496,7 @@ class View(Caller):
         return await self._thread.here(metadata_of(self._options, model, plain_spec(spec), self._deadline(timeout)))
 
     async def transfers(self) -> tuple[Transfer, ...]:
-        """Who reads what from whom now, and why from there."""
+        """Which worker reads what from which now, and why from there."""
         return (await self.status()).transfers
 
     def _check(self, model: str) -> None:

@@ -173,9 +173,9 @@ def serve(
     `server`. It begins with an empty memory: nothing that lived at this address before may still be in use. Where
     workers of an earlier server at this address may live, `fresh=False`: it hears them first, for as long as a lease.
 
-    It asks everybody for `token` (TENSORHUB_TOKEN, or a file: TENSORHUB_TOKEN_FILE). Without one it asks for this
+    It asks all clients for `token` (TENSORHUB_TOKEN, or a file: TENSORHUB_TOKEN_FILE). Without one it asks for this
     user's own, which is made in the state directory (~/.local/state/tensorhub) and which this user's workers find by
-    themselves. `insecure=True` (TENSORHUB_INSECURE) lets everybody in. `names` (TENSORHUB_NAMES) are those by which
+    themselves. `insecure=True` (TENSORHUB_INSECURE) lets all clients in. `names` (TENSORHUB_NAMES) are those by which
     clients reach it, where that is neither an IP address nor what this machine calls itself. Raises `UsageError`.
     """
     settings = server_settings(lease_s=lease_s, report_s=report_s)

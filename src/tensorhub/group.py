@@ -154,7 +154,7 @@ def _cause(errors: Sequence[BaseException]) -> BaseException:
 
 
 async def _all_or_none(opening: Sequence[Coroutine[object, object, aio.Weights]]) -> list[aio.Weights]:
-    """All of them opened; where one cannot be, or whoever waits gives up, none is left."""
+    """All of them opened; where one cannot be, or the caller gives up, none is left."""
     tasks = [asyncio.ensure_future(each) for each in opening]
     try:
         await asyncio.wait(tasks)
@@ -173,7 +173,7 @@ async def _all_or_none(opening: Sequence[Coroutine[object, object, aio.Weights]]
 
 
 async def _leave(opened: Sequence[aio.Weights]) -> None:
-    """They were opened when another could not be, or when their caller gave up: nobody will ever use them."""
+    """They were opened when another could not be, or when their caller gave up."""
     await asyncio.gather(*(each._leave() for each in opened))
 
 

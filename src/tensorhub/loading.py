@@ -92,10 +92,10 @@ async def load_async(
     """The tensors of a version, by name: `load("policy@latest")`, "policy@7", "policy@latest-1".
 
     A dict with `.version` and `.metadata`, in memory of its own: nothing is registered before, and nothing published
-    after. Reads from whoever holds the version, as any replica does, and blocks until all of it is there and verified.
-    `timeout` is for all of that (300 s), the others are as of `open`. Raises `VersionUnavailable`, `ServerUnreachable`,
-    `Refused`, what `replicate` raises, and `UsageError` for several shards that were published without boxes: see
-    `load_shards`. What was published with boxes comes as whole tensors, however it was cut.
+    after. Reads from a worker that holds the version, as any replica does, and blocks until all of it is there and
+    verified. `timeout` is for all of that (300 s), the others are as of `open`. Raises `VersionUnavailable`,
+    `ServerUnreachable`, `Refused`, what `replicate` raises, and `UsageError` for several shards that were published
+    without boxes: see `load_shards`. What was published with boxes comes as whole tensors, however it was cut.
     """
     (found,) = await loop_thread().here(run(asked(reference, timeout, **where), only_one=True))
     return found

@@ -10,7 +10,7 @@ from tensorhub.protocol.names import Number
 from tensorhub.protocol.settings import Settings
 from tensorhub.runtime import server as server_module
 from tensorhub.runtime.connection import decode_to_worker
-from tensorhub.runtime.server import Intake, Line, ServerShell
+from tensorhub.runtime.server import Intake, ServerShell, WorkerSocket
 from tensorhub.server import state
 
 from .kit import hello
@@ -54,7 +54,7 @@ async def settle() -> None:
 def test_only_the_newest_orders_wait():
     async def story():
         socket = Socket()
-        line = Line("line-1", socket, socket)
+        line = WorkerSocket("line-1", socket, socket)
         writer = asyncio.create_task(line.write())
         for number in range(1, 10_000):
             line.post(orders(number))
@@ -74,7 +74,7 @@ def test_after_a_refusal_nothing_more_is_said():
     async def story():
         socket = Socket()
         socket.reads.set()
-        line = Line("line-1", socket, socket)
+        line = WorkerSocket("line-1", socket, socket)
         line.post(orders(1))
         line.post(Refusal("refused", "no"))
         line.post(orders(2))
@@ -94,7 +94,7 @@ def test_who_takes_nothing_is_cut(monkeypatch):
         stuck, well = Socket(), Socket()
         well.reads.set()
         for name, socket in (("stuck", stuck), ("well", well)):
-            line = shell._lines[name] = Line(name, socket, socket)
+            line = shell._lines[name] = WorkerSocket(name, socket, socket)
             line.has_said_hello = True
             line.post(orders(1))
         async with asyncio.timeout(5), asyncio.TaskGroup() as group:
@@ -144,8 +144,8 @@ class SlowDecider:
         self.rests += 1
 
 
-def line_of(name: str) -> Line:
-    return Line(name, Socket(), Socket())
+def line_of(name: str) -> WorkerSocket:
+    return WorkerSocket(name, Socket(), Socket())
 
 
 @pytest.fixture
@@ -232,7 +232,7 @@ class Busy:
         for number in range(lines):
             socket = Socket()
             socket.reads.set()
-            line = self.shell._lines[f"line-{number}"] = Line(f"line-{number}", socket, socket)
+            line = self.shell._lines[f"line-{number}"] = WorkerSocket(f"line-{number}", socket, socket)
             self.lines.append(line)
             line.has_said_hello = True
             self.shell.intake.put(line, hello(replica=f"r{number}"))
@@ -260,7 +260,7 @@ class Busy:
             await asyncio.sleep(0)
         await settle()
 
-    def answered(self, line: Line) -> list[int]:
+    def answered(self, line: WorkerSocket) -> list[int]:
         return [message.acknowledged for message in line.socket.sent if isinstance(message, Orders)]
 
 

@@ -12,7 +12,7 @@ from tensorhub.protocol.messages import Holding, LayoutInfo, LayoutWanted, Order
 from tensorhub.protocol.names import Digest, Version
 from tensorhub.runtime import server as layouts
 from tensorhub.runtime.connection import decode_to_worker, encode
-from tensorhub.runtime.server import Line, UnknownLayouts
+from tensorhub.runtime.server import UnknownLayouts, WorkerSocket
 
 from .kit import PATIENCE_S, ServerProcess, eventually, hello, line_to
 from .test_intake import Socket, settle
@@ -59,8 +59,8 @@ class Desk:
             patience_s=patience_s,
         )
 
-    def line(self, name: str) -> Line:
-        line = Line(name, Socket(), Socket())
+    def line(self, name: str) -> WorkerSocket:
+        line = WorkerSocket(name, Socket(), Socket())
         line.ask = lambda wanted: self.asked.append((name, wanted))
         return line
 

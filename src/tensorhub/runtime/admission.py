@@ -113,7 +113,7 @@ class Accepted:
                 transport.abort()
 
     def abort_writing(self) -> None:
-        """The server ends: whoever has not taken its answer yet gets no more of it."""
+        """The server ends: a client that has not taken its answer yet gets no more of it."""
         for caller in self._callers.values():
             if caller.transport is not None and caller.transport.get_write_buffer_size():
                 caller.transport.abort()
@@ -373,7 +373,7 @@ class Seldom(logging.LoggerAdapter[logging.Logger]):
             if left_out := self._left_out[kind]:
                 text = f"{text}; {left_out} more like it since the last one said"
             self._left_out[kind] = 0
-        above = stacklevel + 1  # whoever called this
+        above = stacklevel + 1  # the caller of this
         super().log(level, text, exc_info=exc_info, stack_info=stack_info, stacklevel=above, extra=extra, **more)
 
     def listen_to(self, loop: asyncio.AbstractEventLoop) -> None:

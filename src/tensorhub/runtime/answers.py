@@ -31,7 +31,7 @@ MAX_POLL_REST_S = 1.0  # however much others have asked just now
 
 @dataclass
 class _Asked(Generic[T]):
-    """A question that somebody waits for."""
+    """A question that clients wait for."""
 
     waiting: int = 0  # so many
     answer: T | None = None
@@ -43,7 +43,7 @@ class Polls:
     """Who waits for an answer of the reference server."""
 
     def __init__(self) -> None:
-        self.is_over = False  # nobody is kept waiting any more
+        self.is_over = False  # no client is kept waiting
         self._asked: dict[Hashable, _Asked[object]] = {}
         self._has_changed = asyncio.Event()
         self._news = asyncio.Event()
@@ -57,7 +57,7 @@ class Polls:
             self._has_changed.set()
 
     def end(self) -> None:
-        """Answer everybody as things are."""
+        """Answer all clients as things are."""
         self.is_over = True
         self._news.set()
 
@@ -112,7 +112,7 @@ LONG_BYTES = 4 << 20  # after such a one it rests for that long: askers that do 
 
 
 class Shown:
-    """The status as JSON, for whoever asks. `now` is the machine's clock."""
+    """The status as JSON. `now` is the machine's clock."""
 
     def __init__(self, machine: Server, now: Callable[[], float]) -> None:
         self._machine = machine

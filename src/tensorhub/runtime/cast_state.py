@@ -78,7 +78,7 @@ class BackgroundUnpublish:
         self._task: asyncio.Task[Version | None] | None = None
 
     async def begin(self, work: Coroutine[object, object, Version | None], deadline: float) -> None:
-        """Returns when the server has granted it and nobody new may read. Raises what ends it before that."""
+        """Returns when the server has granted it and no new reader may come. Raises what ends it before that."""
         loop, worker = asyncio.get_running_loop(), self._driver.worker
         task = loop.create_task(work)
         granted = loop.create_task(self._driver.until(lambda: worker.is_withdrawing, deadline))
@@ -200,7 +200,7 @@ class CastState:
             raise UsageError(text, hint=SPOILED_HINT)
 
     async def cast(self, registration: Registration, deadline: float, what: str) -> None:
-        """Into the buffer, which nobody reads."""
+        """Into the buffer, which has no readers."""
         casts = registration.casts
         if casts is not None:
             await self._run(casts.fill, deadline, f"{what}: casting its tensors")
@@ -238,10 +238,12 @@ class CastState:
         self._root, self._torn = held.root, ""
 
     async def _run(self, work: Callable[[Callable[[], bool]], None], deadline: float, what: str) -> None:
-        """In threads, until the deadline at the latest; afterwards nobody casts any more."""
+        """In threads, until the deadline at the latest; afterwards no thread casts."""
         over, began = threading.Event(), time.monotonic()
         job = asyncio.ensure_future(in_thread(lambda: work(over.is_set), name="cast"))
-        job.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # looked at, whoever was cancelled
+        job.add_done_callback(
+            lambda ended: ended.cancelled() or ended.exception()
+        )  # looked at, also when a caller was cancelled
         try:
             done, _ = await asyncio.wait([job], timeout=max(0.0, deadline - began))
         finally:
@@ -282,7 +284,7 @@ class Suspension:
             raise UsageError(f"suspend() on {self._driver.me} before register()", hint="register the tensors first")
 
     async def begin(self, deadline: float) -> None:
-        """Nothing is held any more: forget where the tensors are, once nobody touches them. A call of its own.
+        """Nothing is held any more: forget where the tensors are, once no thread touches them. A call of its own.
 
         Raises `UsageError` if another call has begun since the unpublish: a publish serves the tensors.
         """

@@ -195,7 +195,7 @@ class Callers:
             self.waiting = None
 
     def are_only(self, thread: threading.Thread) -> bool:
-        """It has used the worker, and there is nobody else who might: also a pool's thread is given its work later."""
+        """It has used the worker, and no other thread might: a pool's thread may be given work later."""
         with self._lock:
             is_user = thread in self._users
         return is_user and all(each is thread or each.name.startswith(OURS) for each in threading.enumerate())
@@ -245,7 +245,7 @@ class Pins:
         self.wish(prefetch=spec)
 
     async def pin(self, version: Version, options: Options, deadline: float) -> None:
-        """Raises `VersionUnavailable` if nobody has it."""
+        """Raises `VersionUnavailable` if no worker has it."""
         pins = self._driver.worker.pins
         if version in pins:
             return
@@ -300,7 +300,7 @@ class Client:
         await self.driver.start(deadline)
 
     async def may_register(self, deadline: float) -> None:
-        """Nobody may read or write the present tensors. Raises `NotDrained`.
+        """No worker may read or write the present tensors. Raises `NotDrained`.
 
         A call that has failed may leave readers behind, who are being cut off: that is waited for.
         """
@@ -418,7 +418,7 @@ class Client:
         self.pins.prefetch(spec)
 
     async def pin(self, version: Version, deadline: float) -> None:
-        """Keep a version, however new others are. Raises `VersionUnavailable` if nobody has it."""
+        """Keep a version, however new others are. Raises `VersionUnavailable` if no worker has it."""
         self._check_usable()
         await self.pins.pin(version, self.options, deadline)
 
@@ -437,7 +437,7 @@ class Client:
                     return await self._publish(version, deadline, metadata)
                 except GroupIncomplete as error:
                     if not more or CUT_OTHERWISE not in str(error):
-                        raise  # else all shards hear so: somebody registered while they asked who there is
+                        raise  # else all shards hear so: a worker registered while they asked
         raise InvariantViolation("the last try returns or raises")
 
     async def _publish(self, version: Spec, deadline: float, metadata: bytes | None) -> Version | None:
@@ -572,7 +572,7 @@ class Client:
         return self._closing is not None or self.driver.is_gone or self.driver.broken is not None
 
     def is_idle_but_for(self, thread: threading.Thread) -> bool:
-        """It is in no call, and nobody but that thread may begin one."""
+        """It is in no call, and only that thread may begin one."""
         is_idle = not self.call_lock.calling and self._closing is None and not self.driver.is_gone
         return is_idle and self.callers.are_only(thread)
 

@@ -521,7 +521,7 @@ OTHER_HOST = (  # what to do about a token that is not the server's
 
 @dataclass(frozen=True)
 class Access:
-    """Which token is shown and asked for. Without one everybody is let in."""
+    """Which token is shown and asked for. Without one all clients are let in."""
 
     token: str = field(default="", repr=False)
     insecure: bool = False

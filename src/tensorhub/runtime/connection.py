@@ -231,7 +231,7 @@ SILENCE_S = 5.0  # five reports unanswered, at one a second; longer where report
 PATIENCE_S = 30.0  # three leases: a process that was stopped, swapped out or moved is back by then, or never
 JITTER = 0.5  # of that, at most, by which one worker waits longer than another
 FIRST_RETRY_S = 0.05  # a restarted server is found quickly
-GOODBYE_S = 0.25  # nobody waits longer for a server that does not answer
+GOODBYE_S = 0.25  # for a server that does not answer
 LAST_RETRY_S = 2.0  # 10,000 workers then knock 7,500 times a second at most, spread by the jitter
 SOON_S = 10.0  # a server that is started again by a supervisor is back by then
 SOON_RETRY_S = 0.5  # until then 30,000 times: a refused connection costs its machine 10 us, and each waits 0.2 s less
@@ -241,7 +241,7 @@ FULL = "it is full of connections"
 CROWDED = "those who have not said yet who they are send it too much at once"
 STOPPING = "it is stopping"
 MISNAMED = "it is not called so"
-THERE = {  # whoever says one of these is a reference server: what to do then
+THERE = {  # a reference server says these: what to do then
     FULL: "raise TENSORHUB_MOST_WORKERS on the server, or end workers that nobody needs",
     CROWDED: "it is tried again; what else sends to the server's port?",
     STOPPING: "it is tried again: the next server at that address is found by itself",
@@ -256,7 +256,7 @@ LineEvent = Connected | Disconnected | Received
 def retry_delay_s(attempt: int, random_0_1: float, *, broken_s: float = inf) -> float:
     """How long to wait before the next try: doubles from 0.05 s to 2 s, less up to half of it.
 
-    While a line broke only `broken_s` ago, to 0.5 s: everybody waits for the server, which is likely to be back soon.
+    While a line broke only `broken_s` ago, to 0.5 s: all workers wait for the server, which is likely to be back soon.
     """
     most_s = SOON_RETRY_S if broken_s < SOON_S else LAST_RETRY_S
     return float(min(most_s, FIRST_RETRY_S * 2 ** min(attempt, 16)) * (1.0 - random_0_1 / 2))
@@ -376,7 +376,7 @@ class Connection:
             _log.warning("%s: %s", self._hello.worker, unreached(self.address, self.why)[0])
 
     def _note_refusal(self, refusal: Refusal) -> None:
-        """Whoever waits for another one's place learns so at once, and once."""
+        """A worker that waits for another's place says so at once, and once."""
         if refusal.retry_s > 0 and refusal.code != "refused" and refusal.code != self._refused:
             self._refused = refusal.code
             hint = f" ({refusal.hint})" if refusal.hint else ""

@@ -352,7 +352,7 @@ def _loopback(endpoint: str) -> str:
         return ""
 
 
-TRY_S = 1.0  # one try; they go on until nobody reads any more
+TRY_S = 1.0  # one try; they go on until there are no readers
 SLOW_S = 10.0  # longer than this is worth a line in the log
 
 _log = logging.getLogger(__name__)
@@ -361,7 +361,7 @@ _log = logging.getLogger(__name__)
 def withdraw_everywhere(
     transports: Iterable[Transport], key: str, *, who: object, is_closed: Callable[[], bool]
 ) -> None:
-    """Wait until nobody reads it any more, or all is closed. In a thread; `who` is for the log."""
+    """Wait until it has no readers, or all is closed. In a thread; `who` is for the log."""
     began, is_told = time.monotonic(), False
     for transport in transports:
         while not is_closed() and not transport.withdraw(key, timeout_s=TRY_S):
@@ -407,7 +407,7 @@ class Content:
     def export(self, transports: Mapping[str, Transport], manifest: Known, progress: Progress) -> TensorHubError | None:
         """Let peers read it, unless it was stopped meanwhile: a fill learns its manifest in a transport's thread.
 
-        Returns why not everybody can, if a transport does not take it: two peers that share that one would choose it.
+        Returns why, if a transport does not take it: two peers that share that one would choose it.
         """
         wrong: list[TensorHubError] = []
         export = Export(self.key, manifest.encode(), manifest.chunk_bytes, self.registration.stream, progress)

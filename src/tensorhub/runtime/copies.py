@@ -71,7 +71,7 @@ class HostCopies:
         tell: Callable[[Event], None],
         withdraw: Callable[[str], None],
     ) -> None:
-        """`withdraw` waits, in a thread, until nobody reads a key any more."""
+        """`withdraw` waits, in a thread, until a key has no readers."""
         self.me = me
         self._transports = transports
         self._verify = verify
@@ -83,8 +83,8 @@ class HostCopies:
         self._pool: HostMemory | None = None
         self._former: list[HostMemory] = []  # of tensors registered before, while there are copies of those
         self._contents: dict[Version, tuple[HostMemory | None, Content]] = {}  # None: it is another worker's memory
-        self._uncounted: dict[Version, Shared] = {}  # which somebody else counts
-        self._counted_bytes: dict[Version, int] = {}  # of what was somebody else's, and counts here now
+        self._uncounted: dict[Version, Shared] = {}  # which another worker counts
+        self._counted_bytes: dict[Version, int] = {}  # of what was another worker's, and counts here now
         self._tasks: set[asyncio.Task[None]] = set()
         self._no_room: dict[Version, int] = {}  # how often there was none to fetch it ahead
         self.errors: dict[str, TensorHubError] = {}  # by code: the newest of this call that is not to be retried
@@ -138,7 +138,7 @@ class HostCopies:
 
     @property
     def allowance(self) -> str:
-        """What copies may take, and who has said so, for whoever has no room for one."""
+        """What copies may take, and which setting says so."""
         given = "is not set" if self._limit_bytes is None else f"is {size_text(self._limit_bytes)}"
         return f"host_bytes {given}, and copies may take {self._pool.cost if self._pool is not None else 'nothing'}"
 
@@ -202,14 +202,14 @@ class HostCopies:
             pass
 
     def let_go(self) -> None:
-        """It was closed, and nobody reads: all memory is given back."""
+        """It was closed, and has no readers: all memory is given back."""
         self._pool, self._former = None, []
         self._contents, self._uncounted, self._counted_bytes = {}, {}, {}
 
     # --- what the machine wants ---------------------------------------------------------------------------------------
 
     def copy_out(self, held: Content, *, is_ahead: bool = False) -> None:
-        """Offload what the registered memory holds; ahead of need where nobody waits for that."""
+        """Offload what the registered memory holds; or ahead of need."""
         manifest = held.manifest
         assert manifest is not None, "offload of what has no manifest"
 
@@ -312,7 +312,7 @@ class HostCopies:
         return content
 
     def keep_shared(self, content: Content, sink: TrustedSink) -> None:
-        """It is a copy of this worker now, and the machine is about to hear of it. Somebody else counts it."""
+        """It is a copy of this worker now, and the machine is about to hear of it. Another worker counts it."""
         assert sink.shared is not None, "nothing was mapped"
         memory, _ = sink.shared
         self._contents[content.version] = (None, content)
@@ -441,12 +441,12 @@ class HostCopies:
         return None
 
     def _say(self, error: TensorHubError, *, is_ahead: bool) -> None:
-        """Where there was no room for a copy that nobody needs yet, it is tried again when somebody does."""
+        """A copy for which there was no room is tried again when it is needed."""
         is_harmless = is_ahead and isinstance(error, HostMemoryFull)
         _log.log(logging.INFO if is_harmless else logging.WARNING, "%s: %s", self.me, error)
 
     def _served(self, content: Content, manifest: Known) -> Failure | None:
-        """Let peers read a whole copy. A copy that nobody can read keeps nothing: then why."""
+        """Let peers read a whole copy. Returns why, if no peer can read it."""
         error = content.export(self._transports, manifest, Progress(manifest.chunk_count, complete=True))
         return Failure.of(error) if error is not None else None
 

@@ -68,7 +68,7 @@ class DataPlane:
         self.incoming: Content | None = None  # opened: what it is to be filled with next, nothing of it is written
         self.vacated: Known | None = None  # of what was withdrawn, and is not yet written over
         self.received = Received()
-        self.unserved: TensorHubError | None = None  # why nobody can read what is held
+        self.unserved: TensorHubError | None = None  # why no peer can read what is held
         self.is_closed = False
         self.transports, self.routes = transports, Routes(me, transports)
         self.verify, self.tell, self.lease = verify, tell, Lease()
@@ -243,7 +243,7 @@ class DataPlane:
         return content
 
     def forget_incoming(self) -> None:
-        """Nobody is to open it here any more. Nothing of it was ever to be had here, so nobody is waited for."""
+        """No reader may open it here any more. Nothing of it was ever served, so there is nothing to wait for."""
         incoming, self.incoming = self.incoming, None
         if incoming is not None:
             incoming.stop(TensorHubError(f"{self.me} does not fill version {incoming.version} any more"))

@@ -72,7 +72,7 @@ class LongWait:
     """Of one call, from its beginning until `end`. Used in the worker loop only."""
 
     def __init__(self, what: str, why: Callable[[], str]) -> None:
-        """`why` is asked for what it waits for; "" where it waits for nobody, as while bytes come."""
+        """`why` is asked for what it waits for; "" while bytes come."""
         self._what, self._why = what, why
         self._began = time.monotonic()
         self._times = 0  # that its time to say something has come
@@ -106,7 +106,7 @@ class LongWait:
 
 
 def why_waits(worker: Worker, server: str, why_away: str, now: float) -> str:
-    """What its call waits for, as far as the server has said, or that it says nothing; "" where it waits for nobody.
+    """What its call waits for, as far as the server has said, or that it says nothing; "" if it waits for no other.
 
     In the order in which an error would name it. `why_away`: what was wrong with the line, if there is none.
     """
@@ -192,7 +192,7 @@ class Driver:
             raise
 
     async def _unjoin(self) -> None:
-        """Nobody wants it: a session that the server has made, or is about to make, ends now and not by its lease."""
+        """Its caller gave up: a session that the server makes ends now, and not by its lease."""
         if self.line.is_connected and not self._answered.done():
             await asyncio.wait([self._answered], timeout=GOODBYE_S)
         if self.worker.session and self.broken is None:
@@ -344,7 +344,7 @@ class Driver:
         return self.broken or Closed(f"{self.me} was closed", hint="open it again")
 
     def _check_here(self) -> None:
-        """The machine hears of what is asked now, and so whoever asks is answered."""
+        """The machine hears of what is asked now, and so its caller is answered."""
         if self.is_gone or self.broken is not None:
             raise self._gone()
 
@@ -462,4 +462,4 @@ def _fail(error: Closed | InvariantViolation, *futures: "asyncio.Future[Any] | N
     for future in futures:
         if future is not None and not future.done():
             future.set_exception(error)
-            future.exception()  # looked at: nobody needs to await it
+            future.exception()  # looked at: no task needs to await it

@@ -40,7 +40,7 @@ class CrossThreadCall(Generic[T]):
         on_end: Callable[[], object],
         on_settled: Callable[[], object],
     ) -> None:
-        """`on_end` and `on_settled` are called in the loop, once at most. `undo` takes back what nobody waits for."""
+        """`on_end` and `on_settled` are called in the loop, once. `undo` takes back a result without a caller."""
         self._loop = loop
         self._work = work
         self._undo = undo
@@ -103,7 +103,7 @@ class CrossThreadCall(Generic[T]):
             self._task.cancel()  # where it has just returned, `_ended` takes that back
 
     def _take_back(self, task: asyncio.Task[T]) -> None:
-        """It has ended, and nobody takes what it has brought."""
+        """It has ended, and its caller has gone."""
         if task.cancelled() or task.exception() is not None or self._undo is None:
             self._on_settled()
         else:
@@ -112,8 +112,8 @@ class CrossThreadCall(Generic[T]):
     async def _undone(self, undo: Undo[T], result: T) -> None:
         try:
             await undo(result)
-        except Exception as error:  # noqa: BLE001 - the top of a task that nobody awaits: it is said
-            _log.warning("what nobody waited for could not be taken back: %r", error)
+        except Exception as error:  # noqa: BLE001 - the top of a task that is not awaited: it is logged
+            _log.warning("the result of a call that was given up could not be taken back: %r", error)
         finally:
             self._on_settled()
 
@@ -128,7 +128,7 @@ def release(future: "asyncio.Future[None]", loop: asyncio.AbstractEventLoop) -> 
 
 
 class Background:
-    """Tasks that nobody awaits. Those of one key run one after another."""
+    """Tasks that are not awaited. Those of one key run one after another."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -225,7 +225,7 @@ class LoopThread:
         self.pid = os.getpid()
         self.loop = inheritable_loop()  # its clock is time.monotonic, whatever policy the process has
         self.thread = Thread(self._run, name="tensorhub-worker")
-        self._left: set[asyncio.Task[None]] = set()  # that nobody waits for
+        self._left: set[asyncio.Task[None]] = set()  # that are not waited for
         start(self.thread, otherwise=self.loop.close)
 
     def _run(self) -> None:
@@ -449,19 +449,19 @@ def hand_over(loop: asyncio.AbstractEventLoop, function: Callable[..., object], 
 
 
 def report_end(task: "asyncio.Task[None]") -> None:
-    """For tasks that nobody awaits: what ended one is our bug, and is said."""
+    """For tasks that are not awaited: an error is a defect, and is logged."""
     if not task.cancelled() and task.exception() is not None:
         _log.error("a task of this worker failed: %r", task.exception(), exc_info=task.exception())
 
 
 def _work(future: "asyncio.Future[T]", work: Callable[[], T]) -> None:
-    """In a thread: do it, and let the loop tell whoever awaits the future."""
+    """In a thread: do it, and let the loop settle the future."""
     value, error = None, None
     try:
         value = work()
     except BaseException as caught:  # noqa: BLE001 - the top of a thread: it is raised where it is awaited
         error = caught
-    with contextlib.suppress(RuntimeError):  # the loop has closed: nobody awaits it any more
+    with contextlib.suppress(RuntimeError):  # the loop has closed, and with it the future
         hand_over(future.get_loop(), _settle, future, value, error)
     del future, error  # its traceback knows this frame, and the future knows it
 

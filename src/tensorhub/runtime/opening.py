@@ -47,8 +47,8 @@ _log = logging.getLogger(__name__)
 TRY_TCP = "add tcp to transports= or TENSORHUB_TRANSPORTS, and see `tensorhub doctor`"
 MAX_PROBE_S = 30.0  # of NIXL, in a child process: it takes 1 s, and 6 s were seen under ten times too much load
 PROBE_SHARE = 0.5  # and at most so much of what `open` may take: a NIXL that hangs must not make it fail
-ABANDONED_S = 5.0  # for a worker that was opened for nobody to say goodbye: it takes milliseconds with a server there
-EXIT_S = 0.5  # for everybody together: the interpreter must not hang
+ABANDONED_S = 5.0  # for a worker whose caller gave up to leave: it takes milliseconds with a server there
+EXIT_S = 0.5  # for all workers: the interpreter must not hang
 
 
 async def open_client(
@@ -94,12 +94,12 @@ async def open_client(
 
 
 async def leave_at_once(client: Client) -> None:
-    """Close one that was opened for nobody: its caller has given up meanwhile."""
+    """Close one whose caller has given up meanwhile."""
     await client.close(time.monotonic() + ABANDONED_S)
 
 
 class Listening:
-    """Transports that are made in a thread, for somebody who may no longer wait for them."""
+    """Transports that are made in a thread, for a caller that may no longer wait for them."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -118,7 +118,7 @@ class Listening:
         return found
 
     def give_up(self) -> None:
-        """Nobody uses them: they are closed, or will be once they are there. Closing takes a moment, in a thread."""
+        """They are not used: they are closed, or will be once they are there. Closing takes a moment, in a thread."""
         with self._lock:
             self._is_given_up = True
             is_there = bool(self._found)
@@ -162,7 +162,7 @@ def _hello(
 
 
 def _place(transports: Mapping[str, Transport]) -> str:
-    """Where others can map our host copies, and we theirs; empty where nobody can. Raises `Unavailable` at a limit."""
+    """Where others can map our host copies, and we theirs; empty if none can. Raises `Unavailable` at a limit."""
     local = transports.get("local")
     if not isinstance(local, LocalTransport):
         return ""
@@ -212,7 +212,7 @@ def _listen(host: str, options: Options, probe_s: float) -> dict[str, Transport]
 
 
 def _check_guarded(transports: Mapping[str, Transport], options: Options) -> None:
-    """Without a token only this host may read, unless the caller says that everybody may. Raises `UsageError`."""
+    """Without a token only this host may read, unless the caller says that all may. Raises `UsageError`."""
     if options.token or options.insecure:
         return
     for transport in transports.values():

@@ -126,7 +126,7 @@ async def available_versions(options: Options, model: str, deadline: float) -> l
 
 
 async def check_held(options: Options, model: str, version: Version, deadline: float) -> None:
-    """Raises `VersionUnavailable` unless somebody holds the version, in a buffer or a host copy."""
+    """Raises `VersionUnavailable` unless a worker holds the version, in a buffer or a host copy."""
     status = await fetch_status(options, model=model, deadline=deadline)
     known = [found for each in status.models for found in each.versions]
     for found in known:
@@ -150,7 +150,7 @@ async def wait_for_version(options: Options, model: str, spec: Spec, deadline: f
 
 
 async def wait_for_number(options: Options, model: str, deadline: float) -> Version:
-    """The lowest number that nobody has taken. Raises `ServerUnreachable`, `DeadlineExceeded`."""
+    """The lowest number that is not taken. Raises `ServerUnreachable`, `DeadlineExceeded`."""
     asked = _Asked(options, f"next_version({model!r})", deadline)
     found = await asked.until("/v1/next_version", {"model": model}, _exists, lambda it: it.version is not None)
     if found is None:
@@ -192,7 +192,7 @@ async def wait_for_description(
     if found.failure is not None:
         hint: str | None = found.failure.hint
         if found.failure.code == VersionUnavailable.code and isinstance(spec, int):
-            hint = HERE  # nobody waits here for a number, as replicate() may
+            hint = HERE  # no number is waited for here, as replicate() may
         raise error_from_code(found.failure.code, found.failure.message, hint=hint or None)
     try:
         if not 1 <= found.shards <= MAX_SHARDS:

@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 CLOSE_S = 1.0  # for the other side's goodbye
 
 
-class Line:
+class WorkerSocket:
     """A connection. `sender` is its name towards the machine."""
 
     def __init__(self, sender: str, socket: web.WebSocketResponse, request: web.Request) -> None:
@@ -83,7 +83,7 @@ class Line:
 
     async def write(self) -> None:
         """Send what is posted, until the line ends or was refused."""
-        with contextlib.suppress(OSError, RuntimeError):  # it is closing: whoever reads it sees that
+        with contextlib.suppress(OSError, RuntimeError):  # it is closing: its reader sees that
             while True:
                 await self._has_mail.wait()
                 self._has_mail.clear()
@@ -134,10 +134,10 @@ SLICE_S = 0.002  # at a stretch: an update's decisions take up to that, and a tu
 class Decider(Protocol):
     """Who handles what has come, at the time when it came."""
 
-    def decide(self, line: Line, message: ToServer, *, now: float, arrived: float) -> None:
+    def decide(self, line: WorkerSocket, message: ToServer, *, now: float, arrived: float) -> None:
         """Handle one message."""
 
-    def end(self, line: Line, *, now: float) -> None:
+    def end(self, line: WorkerSocket, *, now: float) -> None:
         """The line has ended, and all that it said was handled."""
 
     def rest(self) -> None:
@@ -145,7 +145,7 @@ class Decider(Protocol):
 
 
 class Inbox:
-    """What one line has said and nobody has handled; the newest of each kind."""
+    """What one line has said and is not handled; the newest of each kind."""
 
     def __init__(self, now: float) -> None:
         self.first_at = self.last_at = now  # when the first and the last of it came
@@ -175,7 +175,7 @@ class Intake:
     def __init__(self, decider: Decider, clock: Callable[[], float] = time.monotonic) -> None:
         self._decider = decider
         self._clock = clock
-        self._waiting: deque[tuple[Line, Inbox]] = deque()
+        self._waiting: deque[tuple[WorkerSocket, Inbox]] = deque()
         self._inboxes: dict[str, Inbox] = {}  # of the lines in the queue, by sender
         self._has_mail = asyncio.Event()
         self.replaced = 0  # reports in whose place a newer one was handled
@@ -190,22 +190,22 @@ class Intake:
         """The time up to which all that came has been handled: the machine's."""
         return self._waiting[0][1].first_at if self._waiting else self._clock()
 
-    def put(self, line: Line, message: ToServer) -> None:
+    def put(self, line: WorkerSocket, message: ToServer) -> None:
         """The line has said this."""
         inbox = self._inbox(line)
         self.replaced += isinstance(message, Report) and inbox.report is not None
         inbox.put(message, self._clock())
 
-    def put_back(self, line: Line, report: Report) -> None:
+    def put_back(self, line: WorkerSocket, report: Report) -> None:
         """What the line has said before can be handled now, if it has said nothing newer."""
         inbox = self._inbox(line)
         inbox.report = inbox.report or report
 
-    def end(self, line: Line) -> None:
+    def end(self, line: WorkerSocket) -> None:
         """The line has ended. What it said before counts."""
         self._inbox(line).is_over = True
 
-    def _inbox(self, line: Line) -> Inbox:
+    def _inbox(self, line: WorkerSocket) -> Inbox:
         inbox = self._inboxes.get(line.sender)
         if inbox is None:
             inbox = self._inboxes[line.sender] = Inbox(self._clock())
@@ -246,12 +246,12 @@ class Intake:
 
 
 ASK_AGAIN_S = 0.5  # a megabyte takes 0.1 s on a link of 100 Mbit/s
-ASK_AGAIN_MOST_S = 8.0  # it doubles up to here: 16 MiB across a slow link take long, and from everybody longer
+ASK_AGAIN_MOST_S = 8.0  # it doubles up to here: 16 MiB across a slow link take long, and from all workers longer
 
 
 @dataclass
 class _Waiting:
-    line: Line
+    line: WorkerSocket
     report: Report | None = None  # the newest; None: it was let through
     is_asked: bool = False
 
@@ -293,7 +293,11 @@ class UnknownLayouts:
     """
 
     def __init__(
-        self, is_known: Callable[[Digest], bool], let_through: Callable[[Line, Report], None], *, patience_s: float
+        self,
+        is_known: Callable[[Digest], bool],
+        let_through: Callable[[WorkerSocket, Report], None],
+        *,
+        patience_s: float,
     ) -> None:
         self._is_known = is_known
         self._let_through = let_through
@@ -301,7 +305,7 @@ class UnknownLayouts:
         self._queues: dict[Digest, _Queue] = {}
         self._waits_for: dict[str, Digest] = {}  # by sender
 
-    def holds(self, line: Line, report: Report) -> bool:
+    def holds(self, line: WorkerSocket, report: Report) -> bool:
         """Whether the report waits here now. What its line said before is of no use any more, either way."""
         layout = report.layout
         if not layout or self._is_known(layout):
@@ -318,7 +322,7 @@ class UnknownLayouts:
             queue.ask()
         return not queue.is_overdue
 
-    def take(self, line: Line) -> Report | None:
+    def take(self, line: WorkerSocket) -> Report | None:
         """The report of this line that waits here, if any; from now on it does not."""
         layout = self._waits_for.pop(line.sender, None)
         if layout is None:
@@ -333,7 +337,7 @@ class UnknownLayouts:
         return gone.report
 
     def came(self, layout: Digest) -> None:
-        """Somebody has said what this layout is: those who wait for it are let through, in their order."""
+        """This layout is known: the reports that wait for it are let through, in their order."""
         queue = self._queues.pop(layout, None)
         if queue is None:
             return
@@ -388,7 +392,7 @@ class ServerShell:
         self._unknown = UnknownLayouts(
             lambda layout: layout in self.machine.state.layouts, self.intake.put_back, patience_s=settings.lease_s / 4
         )
-        self._lines: dict[str, Line] = {}
+        self._lines: dict[str, WorkerSocket] = {}
         self._strangers = Strangers()
         self._opened = 0
         self._timer: asyncio.Handle | None = None
@@ -437,7 +441,7 @@ class ServerShell:
         self._timer = loop.call_later(max(0.0, delay_s), self._tick) if delay_s < 1e9 else None
         self._timer_at = at
 
-    def decide(self, line: Line, message: ToServer, *, now: float, arrived: float) -> None:
+    def decide(self, line: WorkerSocket, message: ToServer, *, now: float, arrived: float) -> None:
         """The intake's turn: what a worker has said is handled, a report once its layout is known."""
         if isinstance(message, Report) and self._unknown.holds(line, message):
             return
@@ -445,7 +449,7 @@ class ServerShell:
         if isinstance(message, LayoutInfo):
             self._unknown.came(message.digest())
 
-    def _handle(self, line: Line, message: ToServer, *, now: float, arrived: float) -> None:
+    def _handle(self, line: WorkerSocket, message: ToServer, *, now: float, arrived: float) -> None:
         try:
             self._deliver(self.machine.handle(message, sender=line.sender, now=now, arrived=arrived))
         except AssertionError as error:  # an invariant: this server stops, the next one starts from reports
@@ -454,8 +458,8 @@ class ServerShell:
             _log.exception("%s said %.500r", line.name, message)
             line.post(_malformed(f"{type(message).__name__} made no sense: {error!r}"))
 
-    def end(self, line: Line, *, now: float) -> None:
-        """The intake's turn: a line has ended. What it said last counts, though nobody has said what its layout is."""
+    def end(self, line: WorkerSocket, *, now: float) -> None:
+        """The intake's turn: a line has ended. What it said last counts, though its layout is unknown."""
         held = self._unknown.take(line)
         if held is not None and not line.is_refused:
             self._handle(line, held, now=now, arrived=now)
@@ -480,7 +484,7 @@ class ServerShell:
         self.failure = error
         self.on_failure.set()
 
-    def _log_grants(self, line: Line, orders: Orders) -> None:
+    def _log_grants(self, line: WorkerSocket, orders: Orders) -> None:
         for grant in orders.across or (orders.grant,):
             if grant is not None and grant.ticket > line.logged_ticket:
                 _log.info("%s is to read version %d from %s: %s", line.name, grant.version, grant.source, grant.reason)
@@ -498,7 +502,7 @@ class ServerShell:
             oldest.cut()
         socket = web.WebSocketResponse(max_msg_size=MAX_LAYOUT_BYTES, compress=False, timeout=1.0)
         self._opened += 1
-        line = Line(f"line-{self._opened}", socket, request)
+        line = WorkerSocket(f"line-{self._opened}", socket, request)
         stranger = Stranger(self._strangers, request, partial(line.post, _malformed("too much before any Hello")))
         self._lines[line.sender] = line
         try:
@@ -516,7 +520,7 @@ class ServerShell:
                 self.intake.end(line)
         return socket
 
-    async def _converse(self, line: Line, stranger: Stranger) -> None:
+    async def _converse(self, line: WorkerSocket, stranger: Stranger) -> None:
         """Until the line ends. Not in a `TaskGroup`: before Python 3.13 that and what has cancelled it know each other,
         and keep all that the line was sent until circles are looked for, which is seldom."""
         writer = asyncio.create_task(line.write())
@@ -528,7 +532,7 @@ class ServerShell:
         finally:
             writer.cancel()
 
-    async def _listen(self, line: Line, stranger: Stranger) -> None:
+    async def _listen(self, line: WorkerSocket, stranger: Stranger) -> None:
         """Hand on messages until the line ends."""
         async for frame in line.socket:
             line.heard_at = time.monotonic()
@@ -555,7 +559,7 @@ class ServerShell:
                 stranger.leave()
             self.intake.put(line, message)
 
-    def _why_refuse(self, line: Line, hello: Hello) -> Refusal | None:
+    def _why_refuse(self, line: WorkerSocket, hello: Hello) -> Refusal | None:
         if line.has_said_hello:
             return _malformed("a second Hello")
         if hello.protocol != PROTOCOL:
@@ -589,7 +593,7 @@ class ServerShell:
                     line.cut()
             self.accepted.sweep(now, hello_s=hello_s, stuck_s=STUCK_S, idle_s=hello_s if is_short else inf)
 
-    # --- everybody else -----------------------------------------------------------------------------------------------
+    # --- questions ----------------------------------------------------------------------------------------------------
 
     async def _status(self, request: web.Request) -> web.StreamResponse:
         self._authorise(request)

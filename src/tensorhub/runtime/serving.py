@@ -50,7 +50,7 @@ class RunningServer:
         self._runner = runner
 
     async def stop(self) -> None:
-        """Say goodbye to everybody and free the port."""
+        """Say goodbye to all workers and free the port."""
         await self._runner.cleanup()
 
 
@@ -209,7 +209,7 @@ def _garbage_collected_rarely() -> Iterator[None]:
 
 
 class _Life:
-    """What a server's thread knows of it: not who started it, so that one whom nobody references can be closed."""
+    """What a server's thread knows of it: not who started it, so that an unreferenced one can be closed."""
 
     def __init__(self, start: Callable[[], Coroutine[object, object, RunningServer]]) -> None:
         self.address = ""
@@ -260,7 +260,7 @@ class _Life:
 class ServerThread:
     """A reference server inside this process, in a thread of its own: for notebooks, tests and single-node runs.
 
-    Runs from the start until `close` or the end of its `with` block; where nobody references it any more, that is a
+    Runs from the start until `close` or the end of its `with` block; an unreferenced one is a
     `ResourceWarning`, and it ends. A child that is forked meanwhile does not have it.
     """
 

@@ -402,7 +402,7 @@ class TileReading(Telling):
             self._advance()
 
     def _go_on(self, live: Sequence[Part]) -> None:
-        """Every part brings what it is to bring; what nobody brings is planned once it is known what each source is."""
+        """Every part brings what it is to bring; the rest is planned once it is known what each source is."""
         for part in live:
             if part.read is None and part.legs:
                 self._read(part, TrustedLeg(part.legs[0], self._touch, is_cross_site=part.grant.is_cross_site))
@@ -569,7 +569,7 @@ class TileReading(Telling):
         self.tell(ReadEnded(self.ticket, complete, failure))
 
     def let_go(self) -> None:
-        """Nothing of it runs any more, and nobody holds it."""
+        """Nothing of it runs or is held any more."""
         self.state = State.OVER
         self._touch.let_go()
         for timer in self.timers.values():
@@ -615,7 +615,7 @@ class TilePlane:
     def __init__(self, data: "DataPlane", chunk_bytes: int) -> None:
         self.chunk_bytes = chunk_bytes
         self.reading: TileReading | None = None
-        self.covering: Covering | None = None  # else whoever reads here reads what it has boxes for
+        self.covering: Covering | None = None  # None: what it has boxes for is read
         self._taken: Version | None = None  # a host copy that the machine does not count before the read is started
         self.data = data
 
