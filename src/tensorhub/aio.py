@@ -287,7 +287,7 @@ class Weights(Worker):
         The number is claimed before anything is withdrawn: if it is not higher than the newest, or another trainer has
         claimed it, that is a `VersionConflict` at once, nothing was changed and the block does not run; so it is with
         tensors that a failed fill may have begun to write, a `UsageError`. No other trainer can take the number
-        meanwhile. If the block raises, nothing is published: the tensors stay unpublished, the number is anybody's
+        meanwhile. If the block raises, nothing is published: the tensors stay unpublished, the number is free
         again, and the exception goes on. In the block no call may fill, publish or withdraw them (`UsageError`);
         `register` may change them. With masters alone readers of the version before are awaited after the block, not
         before it. `metadata` is that of `publish`, as it is when the block has ended. `timeout` is for each of the two
@@ -320,7 +320,7 @@ class Weights(Worker):
         await leave_at_once(self._client)
 
     def _drop_claim(self) -> None:
-        """The block of a `mutating` raised: the number is anybody's again. Does not wait, and never fails."""
+        """The block of a `mutating` raised: the number is free again. Does not wait, and never fails."""
         if os.getpid() == self._pid:
             with contextlib.suppress(RuntimeError):  # the loop has ended, and every claim with it
                 self._thread.loop.call_soon_threadsafe(self._client.drop_claim)
