@@ -13,7 +13,7 @@ import xxhash
 
 from ..memory import streams
 from ..memory.describe import some
-from ..memory.digests import ALGORITHM, NO_ALGORITHM, freed
+from ..memory.digests import NO_ALGORITHM, freed
 from ..memory.host_copies import COPY_THREADS
 from ..memory.registration import Registration
 from ..memory.streams import Freed, addresses_of, copy, copy_pieces, core_count, in_parallel
@@ -48,7 +48,6 @@ from .grid import (
     BAND_BYTES,
     Bools,
     BoxTable,
-    Chunks,
     Grid,
     Ints,
     Tiles,
@@ -398,10 +397,8 @@ def check_ties(tiles: Tiles, digests: Digests) -> None:
         )
 
 
-def digests_of(tiles: Tiles, memory: Memory, algorithm: str = ALGORITHM, *, parts: bool = False) -> bytes:
+def digests_of(tiles: Tiles, memory: Memory, *, parts: bool = False) -> bytes:
     """The digest of each tile, 16 bytes each, in the order given. All must be whole; or with `parts` what lies here."""
-    if algorithm != ALGORITHM:
-        raise UsageError(f"digests of tiles are by {ALGORITHM}, not by {algorithm!r}")
     if not parts and not tiles.is_whole.all():
         raise UsageError("a layout whose boundaries are no cuts of the grid has tiles that it holds only in part")
     strides, item = tiles.strides, tiles.item
@@ -426,7 +423,7 @@ def _in_order(data: Bytes, size: Ints, strides: Ints, item: int) -> Bytes:
 SPREAD = 4  # memory that is this many times longer than the tiles in it is looked at tile by tile
 
 
-def tile_digests(registration: Registration, tiles: Tiles, *, threads: int | None = None) -> bytes:
+def tile_digests(registration: Registration, tiles: Tiles) -> bytes:
     """The digest of each tile, or of what lies here of it, as it lies in registered memory, in the order given.
 
     Memory is copied first, by the kernel, for it may be freed at any moment. Raises `UsageError` naming its tensors.
@@ -440,7 +437,7 @@ def tile_digests(registration: Registration, tiles: Tiles, *, threads: int | Non
         mine = chunks.order[chunks.first[chunk] : chunks.first[chunk + 1]]
         found[mine] = work.near(mine) if is_dense[chunk] else np.concatenate([work.spread(int(tile)) for tile in mine])
 
-    in_parallel(one, range(len(chunks)), threads=threads or 2, name="digest")
+    in_parallel(one, range(len(chunks)), threads=2, name="digest")
     if work.gone:
         raise UsageError(
             f"the memory of these tensors was freed while they were hashed: {some(freed(registration, work.gone))}",
@@ -532,7 +529,6 @@ class Plan:
     """Fetches, in order, and the copies that carry them out. All places and lengths in bytes."""
 
     tiles: Tiles  # the reader's
-    chunks: Chunks
     source: Ints  # [fetches] which of the sources
     tile: Ints  # [fetches] the first of the reader's tiles that it fills; its `slot` is its digest in the manifest
     chunk: Ints  # [fetches] the chunk of that tile; never falls
@@ -577,7 +573,6 @@ def plan_reads(tiles: Tiles, sources: Sequence[Source], chunk_bytes: int = BAND_
     places = _places(source[number], offer[number], [found for found, _ in offers], tiles.grid.dimensions)
     return Plan(
         tiles=tiles,
-        chunks=chunks,
         source=source[number],
         tile=tile,
         chunk=chunk[tile],

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -39,6 +38,7 @@ from ..transport.base import Progress, StopFlag, Terms
 from ..transport.ranges import ROW_WORDS, Batches, RowStream, is_bare
 from .copies import COLUMNS, TARGET, Bytes, Copies, carry_out, check_coverage
 from .grid import (
+    BAND_BYTES,
     EMPTY,
     BoxTable,
     Cutting,
@@ -46,7 +46,6 @@ from .grid import (
     Ints,
     Spans,
     Tiles,
-    chunks_of,
     grid_of,
     ints,
     ranges_of,
@@ -64,29 +63,12 @@ from .wire import FEW_TILES, Cut, check_cut, decode_cut, decode_table, grid_dige
 # Where the mover is in use it judges and scatters by itself (`terms`). Elsewhere batches come to `accept`.
 
 
-class Fill(Protocol):
-    """What a leg needs of the fill that it belongs to."""
-
-    registration: Registration
-    manifest: TileManifest
-    is_checking: bool
-    stop_flag: StopFlag
-
-    def check(self) -> None: ...
-
-    def settle(self) -> None: ...
-
-    def mark(self, progress: Progress, batches: Sequence[int]) -> None: ...
-
-    def filled(self, tiles: Ints) -> None: ...
-
-
 class Leg:
     """One read from one source. Its chunks are batches of tiles."""
 
     is_cross_site = False
 
-    def __init__(self, fill: Fill, source: Source, number: int, plan: Plan, order: Order, mine: Ints) -> None:
+    def __init__(self, fill: "Across", source: Source, number: int, plan: Plan, order: Order, mine: Ints) -> None:
         """`mine` says which of all tiles of the reader those of the plan are."""
         if source.manifest is None:
             raise InvariantViolation("a source without its manifest")
@@ -288,11 +270,11 @@ class Across:
         verify: Verify = "full",
         on_stored: Callable[[int], None] | None = None,
         batch_bytes: int = BATCH_BYTES,
-        chunk_bytes: int | None = None,
+        chunk_bytes: int = BAND_BYTES,
     ) -> None:
         """`on_stored` is told the prefix of chunks, one call at a time, in a transport's thread.
 
-        With `chunk_bytes` progress is by chunks of so many bytes of the stream, as that of every export.
+        Progress is by chunks of so many bytes of the stream, as that of every export.
         """
         check_verify(verify)
         if verify == "full" and manifest.algorithm == NO_ALGORITHM:
@@ -306,7 +288,7 @@ class Across:
         self.is_checking = verify == "full"
         self.stop_flag = StopFlag()  # set once it is revoked
         self._batch_bytes = batch_bytes
-        self._spread = _by_chunks(tiles) if chunk_bytes is None else _by_stream(tiles, chunk_bytes)
+        self._spread = _by_stream(tiles, chunk_bytes)
         self.progress = Progress(self._spread.count)
         self._left = np.bincount(self._spread.chunk, minlength=self._spread.count)  # tiles of each chunk
         for empty in np.flatnonzero(self._left == 0).tolist():  # what is in no box is there
@@ -430,13 +412,6 @@ class _Spread:
         lengths = self.first[tiles + 1] - self.first[tiles]
         found: Ints = self.chunk[np.repeat(self.first[tiles], lengths) + ranks_of(lengths)]
         return found
-
-
-def _by_chunks(tiles: Tiles) -> _Spread:
-    """Runs of whole tiles: what readers of one layout may exchange as it is."""
-    chunks = chunks_of(tiles)
-    chunk = chunks.of_tiles(len(tiles))
-    return _Spread(len(chunks), starts_of((chunk >= 0).astype(np.int64)), chunk[chunk >= 0])
 
 
 def _by_stream(tiles: Tiles, chunk_bytes: int) -> _Spread:

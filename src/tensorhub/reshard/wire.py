@@ -339,9 +339,7 @@ def _checked(data: bytes, expected: Digest) -> tuple[_Wire, TileManifest]:
     return found, manifest
 
 
-def publish_cut(
-    registration: Registration, tiles: Tiles, *, salt: str = "", metadata: bytes = b"", threads: int | None = None
-) -> Cut:
+def publish_cut(registration: Registration, tiles: Tiles, *, salt: str = "", metadata: bytes = b"") -> Cut:
     """What is registered now, tile by tile. Blocks. The tensors must not be written meanwhile.
 
     With a `salt` nothing is read and no digest made. Raises `UsageError` naming tensors whose memory was freed.
@@ -349,7 +347,7 @@ def publish_cut(
     if not tiles.is_whole.all():
         raise UsageError("a layout whose boundaries are no cuts of the grid has tiles that it holds only in part")
     algorithm = NO_ALGORITHM if salt else ALGORITHM
-    digests = b"" if salt else tile_digests(registration, tiles, threads=threads)
+    digests = b"" if salt else tile_digests(registration, tiles)
     layout, grid = layout_digest(tiles.table), grid_digest(tiles.grid)
     manifest = TileManifest(layout, grid, algorithm, len(tiles), digests, salt, metadata)
     return Cut(tiles.table, tiles.grid, manifest)
