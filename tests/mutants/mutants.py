@@ -858,7 +858,7 @@ MUTANTS = (
     ),
     Mutant(
         "the established version is dropped while its holders are away",
-        "        for version in established:  # what",
+        "        for version in established:  # a version",
         "        for version in ([newest_established] if newest_established is not None else []):  # what",
     ),
     Mutant(

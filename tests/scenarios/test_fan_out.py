@@ -171,8 +171,9 @@ class Slowed:
 class TestARelayIsSlowedInMidTransfer(Slowed):
     """In the chain trainer, 0-1, 0-2, … 0-8."""
 
-    @pytest.mark.parametrize("who", ["0-1", "0-4", "0-7"])
-    @pytest.mark.parametrize("ways", ["sending", "sending and receiving"])
+    @pytest.mark.parametrize(
+        ("who", "ways"), [("0-1", "sending and receiving"), ("0-4", "sending"), ("0-7", "sending and receiving")]
+    )
     def test_the_others_end_within_1_3_of_what_they_take_without_it(self, who: str, ways: str) -> None:
         usual_s = self.fleet().wait()
         fleet = self.fleet()

@@ -145,7 +145,7 @@ HINT = "one replica publishes a number: see which other job uses this model name
 
 
 def why_refuse_claim(state: State, model: Model, replica: Replica, version: Version) -> Failure | None:
-    """Why the replica may not claim the number, or None. All its shards have come, and the server knows who lives."""
+    """Why the replica may not claim the number, or None. All its shards have come, and the roll call is over."""
     taken = why_taken(state, model, replica, version)
     return taken or _why_spoiled(state, replica) or _why_apart(state, replica)
 
@@ -189,7 +189,7 @@ def _why_apart(state: State, replica: Replica) -> Failure | None:
 def conflict_with(state: State, model: Model, replica: Replica, version: Version) -> Failure | None:
     """Another replica has claimed that number, and not before this one.
 
-    Of two claims the later one counts: it was granted when the session of who had the other was over.
+    Of two claims the later one counts: it was granted when the session that had the other was over.
     """
     mine = claimed_by(state, replica).get(version, 0)
     for name, other in model.replicas.items():
@@ -246,7 +246,7 @@ def _claim_members(state: State, replica: Replica) -> list[Member]:
 # A restarted server would know of it from no report.
 #
 # A worker that has lived before and is not on the roll is a *stranger*: a former life may have let others read from
-# it of whom nobody else has heard (see `rollcall`).
+# it of which no other worker has heard (see `sessions`).
 
 
 LATE_REPORTS = 3  # times the pause between two reports: a worker that is asked answers at once
@@ -259,12 +259,12 @@ def is_asked(model: Model, member: Member) -> bool:
 
 
 def is_strange(state: State, member: Member) -> bool:
-    """A former life may have let others read from it of whom nobody else has heard."""
+    """A former life may have granted reads from it of which no other worker has heard."""
     return member.is_stranger and state.is_recovering
 
 
 def is_whole(state: State, model: Model, replica: Replica) -> bool:
-    """All of the replica whom a life before this one may have answered have said what they were answered."""
+    """All shards of the replica have said what a former life may have answered them."""
     return model.roll.is_over and (not state.is_recovering or len(replica.members) == replica.shards)
 
 
@@ -280,7 +280,7 @@ def seek_witness(state: State, model: Model, member: Member) -> None:
     """A worker without a witness asks the one that came last before it, so that each asks another one.
 
     One that reports and does not say what it was asked, though that takes a round trip, is passed over for the next. If
-    all go on like that for a lease, nobody is there who would know of the others, as when the first one came.
+    all go on like that for a lease, no worker is there that would know of the others, as when the first one came.
     """
     roll = model.roll
     if not roll.is_over or member.worker not in roll.unwitnessed:

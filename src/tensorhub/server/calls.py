@@ -74,8 +74,8 @@ def is_known(state: State, replica: Replica, call: GroupCall) -> bool:
 def is_older(state: State, replica: Replica, call: GroupCall, version: Version) -> bool:
     """The version is older than what some shard had. All must have come before it is sure that they had different ones.
 
-    Who is about to make its call once more holds what that call has brought until it comes, or nothing; only then it
-    says what it had.
+    A shard that is about to make its call once more holds what that call has brought until it comes, or nothing. Only
+    then it says what it had.
     """
     return any(each is not None and each > version for each in _had(state, replica, call))
 
@@ -240,7 +240,7 @@ def _missing(replica: Replica) -> Failure | None:
 
 
 def is_asked(replica: Replica, member: Member) -> bool:
-    """It is not certain that all who are at a position are there together; this one is to say whether it still is."""
+    """It is not certain that all shards at a position are there together; this one is to say whether it still is."""
     call = replica.call
     if call is None or not call.is_doubted:
         return False
@@ -607,11 +607,11 @@ def _taken(state: State, model: Model) -> Iterator[int]:
 
 # --- How many replicas hold a version by now: back-pressure for a trainer that must not run ahead of its rollouts.
 #
-# It counts replicas other than the asker's own and other than trainers, all of whose shards live and none of
-# which is closing, once they follow the model: they hold something, or have called `replicate` or `update`. Who only
-# loads a version and leaves (`load`) does not follow it. So a dead replica is waited for until its lease ends, and
-# one that still starts is not waited for. A newer version is as good; it counts once it is whole in the tensors, not
-# in a host copy.
+# It counts replicas other than the asker's own and other than trainers, all of whose shards live and none of which is
+# closing, once they follow the model: they hold something, or have called `replicate` or `update`. A process that only
+# loads a version and leaves (`load`) does not follow it. So a dead replica is waited for until its lease ends, and one
+# that still starts is not waited for. A newer version is as good; it counts once it is whole in the tensors, not in a
+# host copy.
 
 
 MAX_NAMED = 8  # of those that are missing

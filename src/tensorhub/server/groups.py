@@ -6,17 +6,18 @@ means; the others get the stored answer. A call succeeds on all shards, or fails
 A worker gives its call the number after its last one; its first call, the number after the position that it was told;
 one that it could not make, the number after the later of both.
 Its siblings may have ended calls of which it has not heard, so that number can be stale. Rules (decision 0028):
-- Who comes to a position that is over is numbered anew: the call that its siblings are in now if that is the same, else
-  the next one. While they are in another call, it fails: it has been left behind, and is in step again after that.
+- A shard that comes to a position that is over is numbered anew: the call that its siblings are in now if that is the
+  same, else the next one. While they are in another call, it fails: it has been left behind, and is in step again after
+  that.
 - A shard that was put at its position, because it was started again or has missed calls, arrives in a call under way
-  only when one who is in it has heard of that and said that it still is: it may have ended it.
+  only when a shard that is in it has heard of that and said that it still is: it may have ended it.
 - A call that differs from the one at its position does not arrive there, and fails nothing until one shard of each side
   has heard of it and said that it still is where it was. If all of them came from the position before, the program is
   wrong (`GroupMismatch`); else one of them was put there, and all may try again (`GroupIncomplete`).
-- Whoever was in a call with others, or waited for them, when it failed hears so. Who waited for one that had already
-  been past it has come late.
-- A shard that could not make its call leaves all who were in theirs by then, also who has come to a position that is
-  over and is on its way to the next one: those hear so too, and do not wait there for that shard once more.
+- A shard that was in a call with others, or waited for them, when it failed hears so. A shard that waited for one that
+  had already been past it has come late.
+- A shard that could not make its call leaves all that were in theirs by then, also one that has come to a position that
+  is over and is on its way to the next one: those hear so too, and do not wait there for that shard once more.
 """
 
 from collections.abc import Sequence
@@ -48,11 +49,11 @@ class GroupCall:
     arrived: dict[Shard, Digest] = field(default_factory=dict)  # the root that a publish brought, else ""
     since: dict[Shard, int] = field(default_factory=dict)  # the last number that had been given out when it arrived
     grids: dict[Shard, Digest] = field(default_factory=dict)  # of the tiles that each shard of a publish has cut
-    pending: dict[Shard, Digest] = field(default_factory=dict)  # the same, of those who were put there
+    pending: dict[Shard, Digest] = field(default_factory=dict)  # the same, of shards that were put there
     differing: dict[Shard, str] = field(
         default_factory=dict
     )  # shards that call something else; "": only other metadata
-    doubted: Number = Number(0)  # who is at this position having heard higher numbers has heard of those two
+    doubted: Number = Number(0)  # a shard that has heard higher numbers has heard of those two
     is_finished: bool = False
     error: Failure | None = None
     is_over: bool = False  # it is finished, or has an error
@@ -103,8 +104,8 @@ class GroupCall:
     def leave(self, shard: Shard, text: str, seen: int) -> None:
         """That shard is past it, and has heard numbers up to `seen`.
 
-        If it was never here, the others have come to a position that was over; so have those who came after all that it
-        had heard.
+        If it was never here, the others have come to a position that was over; so have shards that came after all that
+        it had heard.
         """
         if not self.is_over:
             was_here = shard in self.arrived
@@ -129,7 +130,7 @@ class Replica:
         default_factory=dict
     )  # shards that came late to a call that another could not make
     layout_set: LayoutSet | None = None  # the latest of which its shards are
-    judged: tuple[object, ...] = ()  # how far its call had come when those were judged who had withdrawn for it
+    judged: tuple[object, ...] = ()  # how far its call had come when members that had withdrawn for it were judged
     publishes: bool = False  # it has published, or wanted to: a trainer, which fetches nothing ahead
 
     @property
@@ -267,7 +268,7 @@ class Replica:
     def answer(self, shard: Shard, reported: CallReport, *, is_whole: bool = True) -> Answer | None:
         """What became of the call that a shard's caller is in. None: what is over cannot be known yet.
 
-        `is_whole`: all who may have ended a call have said so.
+        `is_whole`: all shards that may have ended a call have said so.
         """
         call = self.find(reported.number)
         if call is None or self._is_late(shard, call, reported):

@@ -186,7 +186,7 @@ def is_kept_by_spot(state: State, record: VersionRecord, key: LayoutKey) -> bool
 def cuts_of(state: State, name: ModelName, asker: ReplicaName | None = None) -> CutsView:
     """The boxes of every living worker of the model, each once, and which workers have them.
 
-    And who of the asker's replica is there.
+    And which shards of the asker's replica are there.
     """
     model = state.models.get(name)
     numbers: dict[bytes, int] = {}

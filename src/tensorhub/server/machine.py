@@ -1,16 +1,16 @@
 """The reference server's machine: messages in, orders out.
 
-`handle` takes in one message and returns what to send to whom. The server believes what workers report, and remembers
-nothing that they could not tell it again. After a restart it waits until everybody has reported, for one lease at most.
-Until then it says nothing that could contradict what a former life has said.
+`handle` takes in one message and returns what to send to which worker. The server believes what workers report, and
+remembers nothing that they could not tell it again. After a restart it waits until all workers have reported, for one
+lease at most. Until then it says nothing that could contradict what a former life has said.
 
 Rules it keeps:
 - A worker's orders are the whole truth at their number; numbers rise over the lives of the server.
 - A read is open from its grant until its reader says that it is closed, or its reader's lease has ended. The end of a
   *source's* lease ends nothing.
-- A source is drained when no read from it is open, and nobody was promised what only it has.
-- After a restart nothing is drained, resolved or published while anybody is missing. For one lease no version counts as
-  lost, and no host copy is dropped.
+- A source is drained when no read from it is open, and no replica was promised what only it has.
+- After a restart nothing is drained, resolved or published while a worker is missing. For one lease no version counts
+  as lost, and no host copy is dropped.
 
 It must never read a clock, touch a socket, or see a weight byte.
 """

@@ -26,12 +26,11 @@ from ..protocol.messages import (
 from ..protocol.names import Digest, Number, Shard, Ticket, Version, WorkerId, is_boxed
 from ..protocol.settings import Settings
 
-# --- What workers have in common: the *line* of a worker says how its shard is cut; a *cut* is the lines of one
-# replica.
+# --- Layouts. A `LayoutKey` says how the shard of a worker is cut; a `LayoutSet` is the keys of one whole replica.
 #
-# All workers of one line have the same bytes of a version, chunk by chunk, and read from each other. A layout with
-# boxes says itself what it is of; without them a shard is known by its number among so many. A version may be had in
-# several cuts: it is there as long as all keys of one of them are held.
+# All workers with one key have the same bytes of a version, chunk by chunk, and read from each other. A layout with
+# boxes is its own key; without boxes the key is the shard's number among so many. A version may be held in several
+# layout sets: it is there as long as all keys of one of them are held.
 
 
 class LayoutKey(NamedTuple):
@@ -639,7 +638,7 @@ class Member:
     is_connected: bool = True
     former_session: Number = Number(0)  # before this one: of a server before this one, perhaps
     former_seen: Number = Number(0)  # the highest number that it had heard by then
-    is_stranger: bool = False  # and it was not on the roll of those who lived when that one died
+    is_stranger: bool = False  # and it was not on the roll of sessions when that server died
     asked: Number = Number(0)  # it was asked to show that it knows the sessions up to that one
     asked_since: float = inf  # and since when a worker has waited for that
     awaited_by: dict[WorkerId, None] = field(
@@ -814,7 +813,7 @@ class Members(dict[WorkerId, Member]):
         return self._times[0][0] if self._times else inf
 
     def due(self, now: float) -> tuple[list[Member], list[Member]]:
-        """(whose lease has ended, who is to be looked at). Cheap while leases are renewed: one step a lease."""
+        """(members whose lease has ended, members to look at). Cheap while leases are renewed: one step a lease."""
         ended: list[Member] = []
         woken: list[Member] = []
         while self._times and self._times[0][0] <= now:

@@ -110,20 +110,17 @@ def is_awaited(state: State, model: Model, record: VersionRecord, leaver: Member
 # --- Reads across: a worker reads a version from workers of another layout, one part from each.
 #
 # Rules:
-# - A worker reads across only where nobody sound of its own line could be its source; and only one of each line and
-# site
-#   does: the one that has most of it. The others wait until it has said what the version is in their line, and then
-#   read behind it.
-# - It has one source for each line of a cut, all at once. Only such as have all of the version are taken: so nobody
-# reads
-#   behind himself, however versions go from cut to cut.
-# - Each part is for itself. One whose source leaves, is gone, or stands still, is given another source; one that
-# failed,
-#   too. What has brought its share needs none any more.
-# - A cut of which a line has no source any more is left for another one that has all, or for the reader's own line. A
-#   source that has lost its session and brings nothing is none.
+# - A worker reads across only where no sound worker of its own layout can be its source. One worker of each layout and
+#   site does: the one that has most of it. The others wait until it has said what the version is in their layout, and
+#   then read behind it.
+# - It has one source for each key of a layout set, all at once. Only whole holders are taken, so no reader reads behind
+#   itself, however versions go from layout to layout.
+# - Each part stands alone. A part whose source leaves, is gone, stands still or has failed gets another source. A part
+#   that has brought its share needs none.
+# - A layout set with a key that has no source any more is left: for another set that has all, or for the reader's own
+#   layout. A source that has lost its session and brings nothing does not count.
 #
-# It must never: mix two cuts in one plan, or give parts of content without tiles.
+# It must never mix two layout sets in one plan, or give parts of content without tiles.
 
 
 Choice = tuple[Candidate, str]
@@ -258,7 +255,7 @@ def _plan(member: Member, wanted: Wanted) -> Crossing | None:
 def _is_elected(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
     """No other worker of its layout and site reads the version across, or should do so before it.
 
-    One to whom nothing comes keeps nobody from it.
+    A worker to which nothing comes keeps no other from it.
     """
     for other in facts.members_of(state, model, member.layout_key):
         read = state.reads.current.get(other.worker)
@@ -611,7 +608,7 @@ def _share(state: State, model: Model, record: VersionRecord, member: Member) ->
 
 # --- What a member waits for, as things are: what has to change elsewhere before there is something new for it.
 #
-# What it hears of its own its own report leads to. What becomes of its source, of who reads from it, and of its replica
+# What it hears of its own its own report leads to. What becomes of its source, of its readers, and of its replica
 # leads to it anyway.
 
 

@@ -192,7 +192,7 @@ def rank(member: Member, record: VersionRecord) -> Rank:
 def is_another_on_its_way(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
     """Another replica leaves this version for a newer one, or has left it: it has that one before this one must leave.
 
-    Nobody is waited for once all of what this one wants is outside its publishers, in one replica or in several: two
+    No worker is waited for once all of what this one wants is outside its publishers, in one replica or in several: two
     of them that have half of it each would wait for each other. For the same reason a replica of which a shard has left
     waits for none that is to get an older version than itself, and for none that is cut in another way: it was to go
     first, and the others wait for it.
@@ -214,7 +214,7 @@ def is_another_on_its_way(state: State, model: Model, record: VersionRecord, mem
 
 
 def _others(state: State, replica: Replica, call: GroupCall, member: Member, *, has_begun: bool) -> Iterator[Member]:
-    """Of another replica: who is of its line; where that is cut in another way all of them, unless it is half there.
+    """Of another replica: the worker with its layout key; all workers if the layout differs, unless it is half there.
 
     Halves of one cut add up to a version, those of two cuts do not. So a shard that never comes to its call is waited
     for as long as one that died.
@@ -270,7 +270,7 @@ class Handover(NamedTuple):
 
 
 NO_HANDOVER = Handover()
-AT_ONCE, IN_VAIN, WITH_ROOM = range(3)  # when somebody can begin: he tried and failed; he waits for room
+AT_ONCE, IN_VAIN, WITH_ROOM = range(3)  # when a worker can begin: its reads failed; it waits for room
 
 
 class HandoverCandidate(NamedTuple):
@@ -500,7 +500,7 @@ def _is_staying(member: Member, record: VersionRecord) -> bool:
 #   another reliable worker has come and there is no more room.
 
 
-REST_S = 1.0  # a GiB over 10 Gbit/s: who is not done by then may take long
+REST_S = 1.0  # a GiB over 10 Gbit/s: a reader that is not done by then may take long
 
 
 def version_to_copy(state: State, model: Model, member: Member) -> Version | None:
@@ -617,7 +617,7 @@ def _not_needed(state: State, model: Model, replica: Replica, member: Member, *,
 
     Where there is no room, what is not whole goes first.
 
-    `unread`: or may go once nobody reads them, or is to read them.
+    `unread`: or may go once they have no reader, and none to come.
     """
     copies = [copy for copy in member.content.copies if not copy.leaving]
     if not copies:
@@ -722,7 +722,7 @@ def why_stuck(state: State, model: Model, replica: Replica, member: Member) -> F
         return None
     is_impatient = isinstance(buffer, Withdrawing) and buffer.impatient
     if member.releasing or _not_needed(state, model, replica, member, unread=not is_impatient):
-        return None  # room will be made, perhaps when those have it who read what nobody else needs
+        return None  # room will be made, perhaps when readers of an unused copy are done
     kept = ", ".join(str(copy.version) for copy in member.content.copies) or "none"
     text = (
         f"{member.worker} is the last reliable holder of version {version} of {model.name}, "

@@ -42,8 +42,8 @@ class Candidate:
 def choose_source(candidates: Iterable[Candidate], *, now: float) -> tuple[Candidate, str] | None:
     """The best source and why, or None if there is none that may be tried now.
 
-    One that seems to be dead comes after all others; one that is withdrawing is taken only where nobody else who seems
-    to live has the version; one that failed this reader lately is not tried before its time.
+    One that seems to be dead comes after all others; one that is withdrawing is taken only where no other worker that
+    seems to live has the version; one that failed this reader lately is not tried before its time.
     """
     usable = [candidate for candidate in candidates if candidate.avoided_until <= now]
     best = min(usable, key=_rank, default=None)
@@ -124,7 +124,7 @@ def is_held_up(state: State, read: OpenRead) -> bool:
 def brings_nothing(state: State, read: OpenRead) -> bool:
     """Nothing comes by it, and its source has no session: it may be that nothing will.
 
-    Right after a restart it is not known yet who has none.
+    Right after a restart it is not known yet which workers have none.
     """
     is_lost = read.source not in state.members and not state.is_recovering
     return is_lost and read.pace.is_still(state.now, patience_s(state))

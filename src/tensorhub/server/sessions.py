@@ -408,9 +408,9 @@ def _note_ended(state: State, model: Model, reader: Member, read: OpenRead) -> N
 
 
 def take(state: State, report: Report, sender: str, arrived: float) -> Member | None:
-    """Take in such a report, which came at `arrived`, in time awake. Returns who sent it; None: it is not such a one.
+    """Take in such a report, which came at `arrived`, in time awake. Returns its sender; None: it changes something.
 
-    Somebody may have to be decided for afterwards, above all the reporter if its source is not good enough any more.
+    Workers may have to be decided for afterwards, above all the reporter if its source is not good enough any more.
     """
     member = _known(state, report, sender)
     if member is None or member.told is None:
@@ -642,7 +642,7 @@ def _leave_place(state: State, model: Model, member: Member) -> None:
 
 
 def _is_of_a_former_job(state: State, replica: Replica, member: Member) -> bool:
-    """It has made calls, and of those who have come to the present one nobody ever has: it belongs to what was before.
+    """It has made calls, and no shard in the present call ever has: it belongs to the job before.
 
     A job that is started again at once meets what is left of its former self, until the leases of that end.
     """

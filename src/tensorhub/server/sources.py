@@ -55,7 +55,7 @@ def _is_to_hear_that_it_goes(state: State, model: Model, member: Member, version
 # --- The candidate sources of a reader, and what the choice among them depends on.
 #
 # Between datacenters each shard of a version travels once: one worker of a site, the *seed*, reads it from another
-# site. Who is the seed follows from how things are: who already reads across; else, of those that want the version
+# site. The seed is the worker that already reads across; else, of those that want the version
 # now and have no source, the one that has most of it, so that a seed that died is replaced where the least has to
 # come again. The others of the site wait for it, or read behind it. No worker waits for one that has gone, though its
 # lease may still last.
@@ -231,14 +231,12 @@ def _candidate(
 # --- Shared host copies: one worker of a host fetches a copy, the others wait, and then map its memory.
 #
 # Rules:
-# - Workers share if they name the same place, which says that each can map what the other has; and have the same line,
-#   layout and site. A name of a host alone proves nothing.
-# - While one of them fetches a version into host memory, those that have nothing of it wait. Nobody waits for one who
-# has
-#   gone, falls silent, or gets nothing: then the next one fetches.
-# - A whole copy is mapped by the others. Each of them is a holder as any other: what becomes of the one who fetched it
-#   takes nothing away from them.
-# - Who finds that it cannot map reads instead, at once, and fetches its own copies for a while.
+# - Workers share if they name the same place, which says that each can map what the other has, and have the same layout
+#   key, layout and site. A host name alone proves nothing.
+# - While one of them fetches a version into host memory, workers that have nothing of it wait. They do not wait for one
+#   that has gone, falls silent, or gets nothing: then the next one fetches.
+# - The others map a whole copy. Each of them is a holder like any other, whatever becomes of the one that fetched it.
+# - A worker that cannot map reads instead, at once, and fetches its own copies for a while.
 
 
 MOMENT = 0.125  # of the time between two reports
@@ -296,25 +294,22 @@ def _mates(state: State, model: Model, member: Member) -> Iterator[Member]:
             yield mate
 
 
-# --- When a reader leaves a source that still serves it: one that stands still, is far too slow, or serves others
-# too.
+# --- When a reader leaves a source that still serves it: it stands still, is far too slow, or serves others too.
 #
 # Rules:
 # - A source from which nothing comes for two reports is left for any that would do better, even for the publisher.
 # - A source that is filling is left if it brings far less than it receives. Any other is left if it brings far less
-# than
-#   other readers of the version get, than this reader got before, or than reads of the model brought lately.
+#   than other readers of the version get, than this reader got before, or than reads of the model brought lately.
 # - A reader that merely waits for what its source waits for stays: the one nearest to the root moves. If that one has
-#   moved and is still slow, or has nowhere to go, it is slow itself, and those behind it look for other sources.
+#   moved and is still slow, or has nowhere to go, it is slow itself, and its readers look for other sources.
 # - A reader that leaves a filling source for that one's own source, and gets more there, takes its place: the slow one
 #   gives way, and reads behind the others. A reader that gets no more there goes back.
-# - A reader leaves its own site only where nobody there would do better, or where all who would were left as slow too.
+# - A reader leaves its own site only where no source there would do better, or where all that would were left as slow.
 # - A source that was left is the reader's last choice for a while, and each move of a reader waits twice as long as the
 #   one before. A source that serves others is taken only if it has brought more, lately, than it brings now.
-# - A source from which nothing came is remembered even if there was no other: the next version is read from another
-# one.
+# - A source from which nothing came is remembered even if there was no other: the next version is read from another.
 #
-# It must never: move all readers of a source at once to another one that serves already.
+# It must never move all readers of a source at once to another one that serves already.
 
 
 BETTER = 1.25  # times what came from the slow one, though they share its source now: half is at least 1.5 times a third
@@ -564,8 +559,8 @@ def to_idle(state: State, model: Model, record: VersionRecord, reader: Member, r
 
     It leaves a source that is itself still filling, whose pace it follows, or one that serves others too. It never goes
     back: a reader that has a whole source to itself stays there. Between sites the pace is the uplink's: a reader
-    leaves only one that it shares, for one that is idle. But while it cannot begin it leaves any, for whoever in its
-    own site has the version or gets it.
+    leaves only one that it shares, for one that is idle. But while it cannot begin it leaves any, for a
+    worker of its own site that has the version or gets it.
     """
     if state.now < read.looked_at + state.settings.rebalance_s or reader.layout_key not in record.roots:
         return False

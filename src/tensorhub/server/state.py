@@ -108,8 +108,7 @@ class Numbers:
 
 # --- All that the server knows: its clock, its numbers, its tables, and the dirty workers.
 #
-# The rules read it. Only `intake`, `evidence`, `sessions`, `rollcall`, `apply` and the machine itself change it.
-# Whoever changes it marks as dirty the members whose orders may change with it.
+# A function that changes it marks as dirty the members whose orders may change with it.
 
 
 MAX_SAID = 100  # lines for the log that are not fetched yet
@@ -349,7 +348,7 @@ def is_read_though_poisoned(buffer: Buffer) -> bool:
 
 
 def is_undecided(state: State, member: Member) -> bool:
-    """Whether what it holds is what its version is will be known when a restarted server has heard who lives.
+    """Whether what it holds is what its version is will be known when a restarted server has heard all workers.
 
     Or, of half of a publish beside half of another one, when the rest of it has come.
     """
@@ -477,7 +476,7 @@ def must_wait(state: State, source: Member, reads: list[OpenRead]) -> bool:
     """The source has to keep what these read.
 
     A source that can cut its readers off waits neither for those whose read was taken back (they have another source,
-    or none can help them) nor for those who seem to be gone. Any other source waits until each of them has stopped.
+    or none can help them) nor for readers that seem to be gone. Any other source waits until each of them has stopped.
     """
     if not source.hello.revocable:
         return bool(reads)

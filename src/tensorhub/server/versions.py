@@ -28,8 +28,8 @@ from .members import (
 # --- Receipts: what a reference server has said, in a form that a later life of it recognises.
 #
 # The server remembers nothing over a restart; the workers tell it. Most of what they tell needs no proof. Four things
-# do: which content a version number stands for where two workers differ, who has published it and whether it was
-# established; how high version numbers have come; how high the server's own numbers have come; and who else lives.
+# do: which content a version number stands for where two workers differ, its publisher and whether it was
+# established; how high version numbers have come; how high the server's own numbers have come; and which sessions live.
 # For these a worker carries the server's receipt: a keyed hash (BLAKE2b, RFC 7693). The key is random, only the
 # server knows it, and it outlives the process. A worker without a receipt is believed as long as no worker with a
 # receipt contradicts it.
@@ -197,9 +197,9 @@ class Glance(NamedTuple):
 # --- What the server believes of one model: which versions exist, their content, and their holders.
 #
 # A version *exists* once all shards of one replica have published it. From then on it is known as long as the table has
-# room, held or not, so that its number cannot be used for other content. It is *lost* while there is no cut (see
-# `lines`) of which somebody with a session has each line whole. `latest` is the newest version that exists and is not
-# lost: only a loss takes it back.
+# room, held or not, so that its number cannot be used for other content. It is *lost* while no layout set has a whole
+# holder with a session for each of its keys. `latest` is the newest version that exists and is not lost: only a loss
+# takes it back.
 
 
 @dataclass
@@ -269,7 +269,7 @@ class Model:
     def bind_content(self, worker: WorkerId, version: Version, key: LayoutKey, root: Digest, layout: Digest) -> bool:
         """The worker has the version with this content. False: the version's content is another one.
 
-        It counts as a holder at once: what it has beside that may take the room of a version that nobody needs.
+        It counts as a holder at once: what it has beside that may take the room of an unused version.
         """
         record = self.record(version)
         if record.roots.setdefault(key, root) != root:
@@ -435,7 +435,7 @@ class Model:
         newest = dict.fromkeys([*existing[: self.retain], *available[: self.retain]])
         retained = dict(newest)
         outliving: dict[Version, None] = {}
-        for version in established:  # what is lost may be so only because all who have it were away
+        for version in established:  # a version may be lost only because all its holders were away
             retained[version] = outliving[version] = None
             if version == newest_established:
                 break
