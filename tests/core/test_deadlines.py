@@ -3,7 +3,6 @@
 import pytest
 from msgspec.structs import replace
 
-from tensorhub.protocol.errors import BY_CODE
 from tensorhub.protocol.messages import Answer, Failure, LayoutInfo, Orders, Refusal
 from tensorhub.protocol.names import Number, Ticket, Version
 from tensorhub.worker import events
@@ -15,14 +14,13 @@ from .kit import LAYOUT, grant, worker
 class Waiting:
     """A worker whose caller waits in an update until 60 s."""
 
-    def __init__(self, *, knows_position: bool = True) -> None:
+    def __init__(self) -> None:
         self.worker = Worker(worker("rollout"))
         self.ended: list[events.Finished] = []
         self.number = 0
         self.tell(events.Connected(), events.Registered(LayoutInfo.of(LAYOUT), LAYOUT.digest(), 16, 1))
         self.tell(events.Called("update", "latest", 60.0))
-        if knows_position:
-            self.order()
+        self.order()
 
     def tell(self, *told: events.Event, now: float = 0.0) -> None:
         for event in told:
@@ -41,7 +39,7 @@ class Waiting:
         return finished.error
 
 
-@pytest.mark.parametrize("code", sorted(BY_CODE))
+@pytest.mark.parametrize("code", ["group-incomplete", "version-unavailable", "closed"])
 def test_whatever_was_waited_for_time_ran_out(code: str) -> None:
     it = Waiting()
     it.order(answer=Answer(1, waiting=Failure(code, "the moon is not full", "wait for it")))
@@ -69,12 +67,6 @@ def test_a_server_that_refuses_for_now_is_quoted() -> None:
     assert failure.code == "deadline-exceeded"
     assert "somebody else is here" in failure.message
     assert failure.hint == "wait"
-
-
-def test_a_server_that_has_said_nothing_is_named() -> None:
-    failure = Waiting(knows_position=False).failure()
-    assert failure.code == "deadline-exceeded"
-    assert "the reference server has not answered" in failure.message
 
 
 def test_what_was_waited_for_before_is_not_said() -> None:

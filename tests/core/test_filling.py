@@ -1,9 +1,9 @@
-"""A worker whose buffer and host copy are filled with one version, as a fetch ahead and a call meet on the way."""
+"""A worker whose buffer and host copies are filled, and one that closes while it is alone."""
 
 import pytest
 from msgspec.structs import replace
 
-from tensorhub.protocol.messages import Answer, Holding, LayoutInfo, Poisoned, Refusal, Withdrawing
+from tensorhub.protocol.messages import Answer, Holding, LayoutInfo, Poisoned
 from tensorhub.protocol.names import Digest, Number, Ticket, Version
 from tensorhub.worker import events
 
@@ -52,18 +52,6 @@ def test_a_copy_that_only_the_call_wanted_is_read_no_more_once_that_is_over() ->
     assert it.wants(events.StartRead(ahead))
     it.tell(events.Cancelled())
     assert it.wants(events.StopRead(Ticket(2)))
-
-
-def test_that_it_became_impatient_is_one_line_of_its_story() -> None:
-    it = Conversation.begun()
-    it.tell(events.Called("publish", 1, deadline=60.0, root=Digest("r")))
-    it.tell(events.Received(orders(2, answer=it.resolved(1))))
-    it.tell(events.Received(orders(3, answer=replace(it.resolved(1), finished=True))))
-    it.tell(events.Called("unpublish", "", deadline=60.0))
-    for it.now in (10.0, 40.0, 41.0, 42.0):
-        it.tell(events.Tick())
-    assert it.worker.buffer == Withdrawing(ONE, Digest("r"), published=True, impatient=True)
-    assert [line for _, line in it.worker.story() if "impatient" in line] == ["withdraws version 1, impatient"]
 
 
 def test_a_copy_that_was_begun_is_finished_though_tensors_that_come_again_would_have_no_room_for_one() -> None:
@@ -126,15 +114,3 @@ def test_who_closes_waits_for_a_lease_however_often_its_line_breaks_before_anyth
     it.tell(events.Tick())
     assert it.wants(events.Left(drained=False))
     assert sum(isinstance(effect, events.Warn) for effect in it.wanted) == 1
-
-
-@pytest.mark.parametrize("retry_s", [0.0, 1.0])
-def test_who_closes_waits_for_no_server_that_has_refused_it_for_good(retry_s: float) -> None:
-    it = Conversation.begun()
-    it.tell(events.Called("publish", 1, deadline=60.0, root=Digest("r")))
-    it.tell(events.Received(orders(2, answer=it.resolved(1))))
-    refusal = Refusal("refused", "no", retry_s=retry_s)
-    it.tell(events.Disconnected(), events.Connected(), events.Received(refusal), events.Disconnected())
-    assert isinstance(it.worker.buffer, Holding)
-    it.tell(events.Closing(300.0))
-    assert it.wants(events.Left(drained=False)) == (retry_s == 0.0)

@@ -1,6 +1,6 @@
 """The number with which a trainer that was started again goes on: above all that were ever taken."""
 
-from tensorhub.protocol.messages import MAX_VERSION_JUMP, CallReport, Holding, Vacated
+from tensorhub.protocol.messages import CallReport, Holding, Vacated
 from tensorhub.protocol.names import Digest, ModelName, Number, Version
 from tensorhub.server.calls import next_version
 
@@ -13,12 +13,9 @@ def next_of(fleet: Fleet) -> int | None:
     return next_version(fleet.server.state, POLICY)
 
 
-def test_nobody_has_taken_a_number_yet() -> None:
-    assert next_of(Fleet()) == 0
-
-
 def test_it_is_above_what_exists() -> None:
     fleet = Fleet()
+    assert next_of(fleet) == 0
     fleet.says(worker("trainer"))
     fleet.says(worker("rollout"))
     assert next_of(fleet) == 0
@@ -53,15 +50,6 @@ def test_what_one_shard_has_published_is_taken_and_stays_so() -> None:
     assert next_of(fleet) == 8
 
 
-def test_a_publish_that_will_be_refused_takes_nothing_while_it_waits_for_a_shard() -> None:
-    fleet = Fleet()
-    fleet.says(worker("rollout"))
-    fleet.publishes(7, worker("trainer"), 1)
-    for number in (2**62, 7 + MAX_VERSION_JUMP + 1):
-        fleet.says(worker("half"), shards=2, call=CallReport(1, "publish", number, Digest("r")))
-        assert next_of(fleet) == 8
-
-
 def test_a_publish_that_was_refused_takes_nothing() -> None:
     fleet = Fleet()
     fleet.says(worker("rollout"))
@@ -78,16 +66,6 @@ def test_a_claim_counts_until_it_is_given_back() -> None:
     assert next_of(fleet) == 10
     fleet.says(worker("trainer"), ended=2, finished=2)
     assert next_of(fleet) == 8
-
-
-def test_a_claim_of_the_dead_counts_for_a_lease() -> None:
-    fleet = Fleet()
-    fleet.says(worker("rollout"))
-    fleet.says(worker("trainer"), claim=Version(9))
-    fleet.passes(LEASE_S - 0.1, worker("rollout"))
-    assert next_of(fleet) == 10
-    fleet.passes(0.2, worker("rollout"))
-    assert next_of(fleet) == 0
 
 
 def test_a_restarted_server_knows_nothing_until_it_has_listened() -> None:

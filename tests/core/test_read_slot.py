@@ -50,15 +50,6 @@ def test_a_void_grant_stops_its_read_once() -> None:
     assert found.take_effects() == [StopRead(Ticket(5))]
 
 
-def test_a_read_goes_on_while_its_grant_stands() -> None:
-    found = slot()
-    found.start()
-    found.take_effects()
-    found.take_grant(grant(5))
-    found.stop_unless_granted(is_wanted=True)
-    assert found.take_effects() == []
-
-
 def test_the_end_of_the_lease_stops_the_read() -> None:
     found = slot()
     found.start()
@@ -66,22 +57,6 @@ def test_the_end_of_the_lease_stops_the_read() -> None:
     assert not found.lapse(9.9)
     assert found.lapse(10.0)
     assert found.take_effects() == [StopRead(Ticket(5))]
-
-
-def test_trust_only_grows() -> None:
-    found = slot(trust_until=10.0)
-    found.extend_trust(8.0)
-    assert found.trust_until == 10.0
-
-
-def test_how_a_read_ended_is_told() -> None:
-    found = slot()
-    found.start()
-    assert found.ended(Ticket(5))[1] is True
-    found.take_grant(grant(6))
-    found.start()
-    found.stop("for the test")
-    assert found.ended(Ticket(6))[1] is False
 
 
 def test_the_end_of_a_read_that_is_not_open_is_our_bug() -> None:
@@ -112,19 +87,6 @@ def test_only_the_read_that_was_told_to_stop_writes_no_more() -> None:
     assert found.may_write
     assert found.bar(Ticket(5))
     assert not found.may_write
-
-
-def test_a_read_that_was_opened_says_so_until_it_goes_on() -> None:
-    found = slot(ticket=5)
-    found.start(is_only_opened=True)
-    assert found.note_opened(Ticket(4)) is None
-    opened = found.note_opened(Ticket(5))
-    assert opened is not None
-    assert opened.is_opened
-    assert found.reading == opened
-    found.go_on()
-    assert found.reading is not None
-    assert not found.reading.is_opened
 
 
 def test_a_ticket_keeps_what_was_granted_with_it_whatever_a_restarted_server_knows_of_it() -> None:
