@@ -9,7 +9,7 @@
     │   ├── ShardTaken                   another live worker already is this shard of this replica
     │   └── Closed                       this Weights was closed, or belongs to the process forked from
     ├── Unavailable                  true for now: retry later, or choose another version
-    │   ├── VersionUnavailable           nobody holds it (says who held it last)
+    │   ├── VersionUnavailable           no live worker holds it (names its last holder)
     │   ├── GroupIncomplete              a member of the group is missing or died
     │   ├── HostMemoryFull               no room: for a version that must be kept, a buffer to cast into, or the work
     │   ├── ServerUnreachable            it cannot be opened or asked without one; work in hand goes on
@@ -40,7 +40,7 @@ def shortened(text: str, most: int) -> str:
 
 
 HIGHER = "publish a higher number, as next_version() names"  # what to do after a VersionConflict
-SPOILED = "poisoned: its last fill failed half-way"  # what nobody may publish, nor begin a step on
+SPOILED = "poisoned: its last fill failed half-way"  # it may not be published, nor a step be begun on it
 SPOILED_HINT = "replicate a version, or register() again once good content is in the tensors"
 
 
@@ -107,7 +107,7 @@ class Unavailable(TensorHubError):
 
 
 class VersionUnavailable(Unavailable):
-    """No live worker holds the version; the message says who held it last, where that is known."""
+    """No live worker holds the version; the message names its last holder, where that is known."""
 
     code = "version-unavailable"
 
@@ -175,7 +175,7 @@ class TransportMissing(TensorHubError):
 
 
 class InvariantViolation(AssertionError):
-    """TensorHub itself is wrong. Not a `TensorHubError`: nobody should catch it and go on."""
+    """TensorHub itself is wrong. Not a `TensorHubError`: do not catch it and go on."""
 
 
 def _tree(root: type[TensorHubError]) -> dict[str, type[TensorHubError]]:

@@ -10,8 +10,7 @@ from .errors import LayoutMismatch, UsageError, shortened
 from .manifest import MAX_DIMENSIONS, MAX_ELEMENTS, Layout, TensorSpec, contiguous_strides, item_bytes
 from .names import MAX_TEXT, plain, plain_number
 
-# --- Which part of which global tensor lies where in a registered tensor: the words with which a worker says how it
-# cuts.
+# --- boxes ------------------------------------------------------------------------------------------------------------
 #
 #     global tensor "layers.0.o_proj", shape (4096, 4096)      registered tensor "o", shape (4096, 512)
 #     ┌───────┬───┬─────────────┐                               ┌───┐
@@ -19,15 +18,9 @@ from .names import MAX_TEXT, plain, plain_number
 #     │       │   │             │   size=(4096, 512)            │   │
 #     └───────┴───┴─────────────┘                               └───┘
 #
-# Rules:
-# 1. Everything is counted in elements. `at` and `size` are counted in the global tensor; `offset` and `strides` in the
-#    memory of the registered tensor, from its first element on, as `torch.as_strided` counts them. So a transposed
-#    view, a slice of columns, one of several parts fused into one tensor, and one expert of a stack are all boxes.
-# 2. Memory of a registered tensor that is in no box (padding) is neither read nor written.
-# 3. The same part may lie in several places, on one worker or on several. Wherever it lies it has the same content.
-# 4. A tensor for which no boxes are given is one box: the whole of the global tensor that has its name.
-#
-# Never: look at memory, know a version, or cast: a box has the dtype of the tensor that it lies in.
+# All numbers count elements. `offset` and `strides` count in the memory of the registered tensor, as `torch.as_strided`
+# does. Memory in no box is neither read nor written. The same part may lie in several places, with the same content. A
+# tensor without boxes is one box: the whole global tensor of its name. A box never casts.
 
 
 MAX_EXTENT = 1 << 40  # of one dimension: a name, a dimension and a place in it are sorted as one number of 64 bits
@@ -200,14 +193,11 @@ def refuse_difference(mine: GlobalTensor, theirs: GlobalTensor, *, here: str, th
         )
 
 
-# --- The part of a global tensor that one rank of a device mesh has, from plain values: what DTensor means by
-# placements.
+# --- placements on a device mesh --------------------------------------------------------------------------------------
 #
-# The mesh dimensions are applied from left to right, each to what the ones before have left. A dimension of the tensor
-# is then a list of runs of indices, for `StridedSharded` leaves every so-many-th piece: what FSDP over tensor
-# parallelism does when both cut the same dimension. There is a box for each combination of runs.
-#
-# Cutting follows `torch.chunk`: pieces of ceil(length / count), the last ones shorter or empty.
+# Mesh dimensions are applied from left to right, as DTensor does. Each dimension of the tensor is then a list of runs
+# of indices (`StridedSharded` leaves every n-th piece), and there is a box for each combination of runs. Pieces are
+# those of `torch.chunk`: of ceil(length / count), the last ones shorter or empty.
 
 
 class Replicated(msgspec.Struct, frozen=True):
@@ -247,7 +237,7 @@ def boxes_of_placements(
     runs = runs_of_placements(name, global_shape, mesh_shape, coordinate, placements)
     local = [sum(count for _, count in its) for its in runs]
     steps = tuple(strides) if strides is not None else contiguous_strides(local)
-    if 0 in global_shape:  # there is nothing of it, and whoever names it has all of that
+    if 0 in global_shape:  # there is nothing of it: each rank has all of that
         return [Box(name, tuple(global_shape), (0,) * len(runs), tuple(global_shape), dtype=dtype)]
     if 0 in local:
         return []

@@ -13,12 +13,9 @@ import msgspec
 from .errors import UsageError, shortened
 from .names import BOXED, PARTIAL, TILED, Digest, Undecodable, decoded
 
-# --- What a publisher says of a version beside its tensors: a small JSON object that travels in each shard's
-# manifest.
+# --- metadata ---------------------------------------------------------------------------------------------------------
 #
-# So it is under the root, verified as the content is, and as long as somebody has a version, its metadata is there.
-# Equal objects are equal bytes: keys in order, no spaces. It must never: guess what a value that is no JSON may have
-# meant.
+# A small JSON object that travels in each shard's manifest, under its root. Equal objects are equal bytes.
 
 
 MAX_METADATA_BYTES = 16 * 1024  # hyperparameters, counters, hashes, paths; the manifest of a GiB takes 4 KiB
@@ -101,16 +98,12 @@ def _json(value: object, where: str, depth: int) -> Json:
             raise UsageError(f"{where} is of type {type(value).__name__}, which is no JSON value", hint=hint)
 
 
-# --- What a shard is made of: its tensors (the layout) and the digests of its bytes (the manifest).
+# --- layouts and manifests --------------------------------------------------------------------------------------------
 #
 # A shard is one *logical stream* of bytes: the memory of its tensors in the order of registration, each byte once.
-# Tensors that share memory (tied weights, views of one storage) share their place in the stream. The stream is cut into
-# chunks of `chunk_bytes`; the chunk is the unit of progress, verification and resumption.
-#
-# What its publisher says of the version beside its tensors is here too (see `metadata`).
-#
-# Two workers may exchange a shard only if their layout digests are equal. What two workers hold is the same version
-# only if their root digests are equal: the root covers the layout, the digest of every chunk and the metadata.
+# Tensors that share memory share their place in the stream. The stream is cut into chunks of `chunk_bytes`: the unit of
+# progress, verification and resumption. Workers may exchange a shard only if their layout digests are equal. They hold
+# the same version only if their roots are equal: the root covers layout, chunk digests and metadata.
 
 
 DIGEST_BYTES = 16  # xxh3-128 and blake2b-128 alike
@@ -365,9 +358,8 @@ def _hints_without(words: Collection[str], names: Collection[str]) -> list[str]:
 class Manifest(msgspec.Struct, frozen=True):
     """A layout's digest and the digest of every chunk of one version of one shard.
 
-    `digests` is the concatenation of `chunk_count` digests of 16 bytes; empty where the publisher said verify="none".
-    `salt` is empty for verified content; a publisher without digests puts something unique there, so that its content
-    is never taken for anybody else's.
+    `digests` has 16 bytes for each chunk; it is empty for verify="none". Then `salt` is unique to that content,
+    and else it is empty.
     """
 
     layout: Digest
@@ -423,15 +415,13 @@ def chunk_count(size_bytes: int, chunk_bytes: int) -> int:
     return -(-size_bytes // chunk_bytes)
 
 
-# --- What one version of one shard is made of, tile by tile: digests that are the same however a replica cuts.
+# --- manifests of tiles -----------------------------------------------------------------------------------------------
 #
 # A tile is one cell of the grid that all layouts of a version share. Its digest is taken over its elements in row-major
-# order of the global tensor, so it depends on no layout. Hence the manifest of *any* layout follows from the
-# publisher's tile digests, without any weights: all readers of one layout know the same root before the first byte
-# moves.
+# order of the global tensor, so the manifest of *any* layout follows from the publisher's tile digests.
 #
 # `digests` has 16 bytes for each tile of each box, in the order of the layout's boxes, and within a box in row-major
-# order. It is empty where the publisher said verify="none"; then `salt` is unique to that content.
+# order; it is empty for verify="none".
 
 
 class TileManifest(msgspec.Struct, frozen=True):

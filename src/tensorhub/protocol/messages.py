@@ -1,4 +1,12 @@
-"""Messages between server and workers. They state how things are, never what changed."""
+"""Messages between server and workers. They state how things are, never what changed.
+
+A worker sends `Hello` once on connecting, and its whole `Report` whenever that changes and once a second. The server
+answers each report with the worker's `Orders`, and sends them unasked when they change. Before it takes a report of an
+unknown layout it asks for that (`LayoutWanted`, `LayoutInfo`). A lost or late message is mended by the next one.
+
+`Orders.number` rises over the server's lives, so a worker drops late orders. Orders are the *whole* truth at their
+number: a ticket below it that they do not name is void.
+"""
 
 import re
 
@@ -7,16 +15,6 @@ import msgspec
 from .errors import TensorHubError, UsageError, shortened
 from .manifest import Layout, decode_layout, digest_of_boxed, digest_of_layout
 from .names import Digest, ModelName, Number, ReplicaName, Shard, Ticket, Version, WorkerId
-
-# --- What server and workers say to each other: how things are, never what changed.
-#
-# A worker sends `Hello` once on connecting, and its whole `Report` whenever that changes and once a second. The server
-# answers each report with the worker's `Orders`, and sends them unasked when they change. Before it takes a report of
-# an unknown layout it asks for that (`LayoutWanted`, `LayoutInfo`). A lost or late message is mended by the next one.
-#
-# Two numbers make stale messages harmless. `Orders.number` rises over the server's lives, so a worker drops orders that
-# come late; and orders are the *whole* truth at their number: a ticket below `number` that they do not name is void.
-
 
 PROTOCOL = "tensorhub/5"
 MAX_REPORT_BYTES = 64 * 1024  # a report: a few hundred bytes and bounded texts; of a read across 100 for each source
@@ -55,7 +53,7 @@ def shown(message: msgspec.Struct) -> str:
 
 
 class Empty(_Message, frozen=True, tag="empty"):
-    """Nothing that anybody may read; its owner may change it."""
+    """Nothing that a peer may read. Its owner may change it."""
 
 
 class Filling(_Message, frozen=True, tag="filling"):
@@ -75,7 +73,7 @@ class Holding(_Message, frozen=True, tag="holding"):
 
 
 class Withdrawing(_Message, frozen=True, tag="withdrawing"):
-    """Wants to take its promise back, and waits until nobody reads any more. `impatient`: cut those who still read."""
+    """Wants to take its promise back, and waits until no peer reads any more. `impatient`: cut the readers off."""
 
     version: Version
     root: Digest
@@ -84,7 +82,7 @@ class Withdrawing(_Message, frozen=True, tag="withdrawing"):
 
 
 class Vacated(_Message, frozen=True, tag="vacated"):
-    """Withdrawn and still untouched: nobody reads it here, and it is held again if nothing is written over it."""
+    """Withdrawn and still untouched: no peer reads it, and it is held again if nothing is written over it."""
 
     version: Version
     root: Digest
@@ -92,7 +90,7 @@ class Vacated(_Message, frozen=True, tag="vacated"):
 
 
 class Poisoned(_Message, frozen=True, tag="poisoned"):
-    """A fill failed half-way: the bytes are no version at all. `version`: what of it others may still be reading."""
+    """A fill failed half-way: the bytes are no version at all. `version`: what of it peers may still be reading."""
 
     version: Version | None = None
 
@@ -103,10 +101,9 @@ Buffer = Empty | Filling | Holding | Withdrawing | Vacated | Poisoned
 class HostCopy(_Message, frozen=True):
     """A version beside the buffer, in host memory: verified up to `done` of `chunks`, or whole; or about to go.
 
-    `number` rises with each copy that a worker makes: a copy that was released and one that was made again differ. One
-    that is `leaving` and not whole is of no use any more. `layout` is named where it is not that of the tensors that
-    are registered now. `unfit`: it can be read by others, and cannot fill the buffer here. `shared`: its memory is
-    that of another worker's copy on this host, and counts there.
+    `number` rises with each copy that a worker makes. A copy that is `leaving` and not whole is of no use any more.
+    `layout` is named if it is not that of the registered tensors. `unfit`: peers can read it, and it cannot fill the
+    buffer here. `shared`: its memory is that of another worker's copy on this host, and counts there.
     """
 
     number: int
@@ -126,7 +123,7 @@ class HostCopy(_Message, frozen=True):
 
 
 class Hello(_Message, frozen=True, tag="hello"):
-    """Who this worker is. `life` is unique to one life of the process; `protocol` must be the server's own."""
+    """A worker's identity. `life` is unique to one life of the process; `protocol` must be the server's own."""
 
     protocol: str
     model: ModelName
@@ -142,7 +139,7 @@ class Hello(_Message, frozen=True, tag="hello"):
     token: str = ""
     prefetch: str = "seed"  # one of PREFETCH
     retain: int = 0  # versions of the model to keep, until all have left; the most that reliable workers ask for counts
-    place: str = ""  # workers that name the same one can map each other's host copies; empty: nobody can
+    place: str = ""  # workers that name the same one can map each other's host copies; empty: none can
     is_passing: bool = False  # it comes for one version and leaves: no trainer waits for it
 
     @property
@@ -159,8 +156,8 @@ class Hello(_Message, frozen=True, tag="hello"):
 class LayoutInfo(_Message, frozen=True, tag="layout"):
     """The tensors that a worker has registered, so that a mismatch can name the tensor. Sent when asked for.
 
-    `boxes`, which the server never decodes, says which parts of which global tensors they are; empty: of none, and a
-    shard's number is all that tells them from those of another. `partial`: some of the model is left out.
+    `boxes`, which the server never decodes, says which parts of which global tensors they are. If it is empty, the
+    shard's number says what they are. `partial`: some of the model is left out.
     """
 
     layout: msgspec.Raw  # a `Layout`, still encoded
@@ -188,7 +185,7 @@ class CallReport(_Message, frozen=True):
     spec: Spec  # of an unpublish: ""
     root: Digest = Digest("")  # of a publish: the content's identity
     resolved: Version | None = None
-    claim: Version | None = None  # of an unpublish: the number that is to be published next, for nobody else to take
+    claim: Version | None = None  # of an unpublish: the number that is to be published next, by no other replica
     waits: bool = False  # of a replicate: for the number to be published, if it may still be
     metadata: Digest = Digest("")  # of what a publish says beside its tensors: the same on all shards
     grid: Digest = Digest("")  # of the tiles that a publish has cut: the same on all shards
@@ -199,8 +196,7 @@ class Reading(_Message, frozen=True):
     """The one read that this worker has open; it may be about to stop.
 
     `is_opened`: its manifest is here, and it waits for the buffer. `arrived_bytes` came by it so far, of chunks under
-    way too: a source that is too slow is left. `shares`: it maps the source's host copy, and copies nothing. What
-    follows `shares` is for people, and may be empty yet.
+    way too. `shares`: it maps the source's host copy, and copies nothing. What follows `shares` is for people.
     """
 
     ticket: Ticket
@@ -270,7 +266,7 @@ class Failure(_Message, frozen=True):
 
 
 class Roster(_Message, frozen=True):
-    """Who lives of a model: so many sessions, with that keyed sum. `number` rises whenever that changes."""
+    """The live workers of a model: so many sessions, with that keyed sum. `number` rises whenever that changes."""
 
     number: Number
     count: int
@@ -287,7 +283,7 @@ class Report(_Message, frozen=True, tag="report"):
     `newest` is the highest version ever heard of: with it `latest` survives a restart of the server. `failures` are of
     the current call, newest last. `copies` are in host memory, where `copies_left` more would fit; one that could not
     be made left `copy_error`. `pins` are the versions to be kept, `prefetch` what to fill a copy with ahead. `closing`:
-    it wants to leave, nothing that it holds can be relied on. `stops`: it was told that nobody reads from its buffer
+    it wants to leave, nothing that it holds can be relied on. `stops`: it was told that no peer reads from its buffer
     any more, and stops serving it. `roster` is the newest that it was told, while its own lease lasts. Of a read out of
     sources that are cut in another way `across` tells, and not `reading`; `over` are tickets above `closed` that ended.
     """
@@ -317,7 +313,7 @@ class Report(_Message, frozen=True, tag="report"):
     ceiling: Number = Number(0)  # no server has ever given out a number above it
     ceiling_receipt: str = ""
     closing: bool = False
-    leaving: bool = False  # close() was called, nobody reads any more: this worker may be forgotten
+    leaving: bool = False  # close() was called, no peer reads any more: this worker may be forgotten
     claim: Version | None = None  # the number that its last unpublish has claimed
     claimed_in: Number = Number(0)  # the number of the orders that granted it: of two claims the later one counts
     stops: bool = False
@@ -368,12 +364,12 @@ class Orders(_Message, frozen=True, tag="orders"):
     """What the server wants of one worker, whole.
 
     `acknowledged` is the number of the latest report taken in. `position` is the position of the last call that
-    ended anywhere in the replica, None while the server cannot know it. `drained` names the version that nobody reads
+    ended anywhere in the replica, None while the server cannot know it. `drained` names the version that no peer reads
     from this worker any more. `newest` is the newest version of the model, so that all of them remember it. `offload`:
     copy that version from the buffer to host memory before leaving it. `fetch`: fill a host copy with that version as
     grants allow. `release`: the host copies of these numbers are not needed any more; each is named until it is gone,
-    and dropped when orders that answer a report of it as `leaving` still name it. `roster`: who lives, to be shown to
-    the next life of the server; None takes an older one back. `witness`: report at once that all this is known here.
+    and dropped when orders that answer a report of it as `leaving` still name it. `roster`: the live workers, to be
+    shown to the next life of the server; None takes an older one back. `witness`: report at once that this is known.
     `across`: instead of a `grant`, one for each shard of a replica that is cut in another way. They are one read.
     """
 
@@ -395,7 +391,7 @@ class Orders(_Message, frozen=True, tag="orders"):
     receipts: dict[int, str] = {}  # for what the worker holds or reads and has none of yet
     ceiling: Number = Number(0)
     ceiling_receipt: str = ""
-    conflict: Digest = Digest("")  # content with this root is not what its version is: whoever holds it does not
+    conflict: Digest = Digest("")  # content with this root is not what its version is
     roster: Roster | None = None
     witness: bool = False
     across: tuple[Grant, ...] = ()
@@ -415,7 +411,7 @@ class Refusal(_Message, frozen=True, tag="refusal"):
 
 
 class LayoutWanted(_Message, frozen=True, tag="layout-wanted"):
-    """The server does not know what this layout is. One who has it says so for all."""
+    """The server does not know what this layout is. One worker that has it answers."""
 
     layout: Digest
 
@@ -424,7 +420,7 @@ ToServer = Hello | LayoutInfo | Report
 ToWorker = Orders | Refusal
 
 
-# --- Sums by name, of which only the latest few are kept apart: for reports and tables that must not grow.
+# --- sums by name -----------------------------------------------------------------------------------------------------
 
 
 def add_up(table: dict[str, int], name: str, amount: int, *, most: int) -> None:
@@ -435,9 +431,7 @@ def add_up(table: dict[str, int], name: str, amount: int, *, most: int) -> None:
         table[OTHERS] = table.get(OTHERS, 0) + table.pop(each)
 
 
-# --- How a caller names a version: an integer, "latest", or "latest-N" (the N-th before the latest).
-#
-# And for `update`, "prefetched": the newest that all shards of the replica have whole in their own host memory.
+# --- how a caller names a version -------------------------------------------------------------------------------------
 
 
 _LATEST = re.compile(r"latest(?:-(\d{1,9}))?\Z")

@@ -1,4 +1,8 @@
-"""Identifiers that server and workers share, and safe decoding of what a peer sent."""
+"""Identifiers that server and workers share, and safe decoding of what a peer sent.
+
+A *worker* is one process with one shard of one model; its name is (model, replica, shard). Numbers (sessions, tickets,
+orders) all come from one counter of the reference server, which only rises, over its restarts too.
+"""
 
 import re
 from collections.abc import Iterator
@@ -7,13 +11,6 @@ from typing import NamedTuple, NewType, TypeVar
 import msgspec
 
 from .errors import printable, shortened
-
-# --- What things are called: the identifiers that server, workers and messages share.
-#
-# A *worker* is one process with one shard of one model; its name is (model, replica, shard) and stays the same over its
-# lives. Numbers (sessions, tickets, order numbers) all come from one counter of the reference server that only rises,
-# over its restarts too, so any two of them can be compared and the greater is the later one.
-
 
 ModelName = NewType("ModelName", str)
 ReplicaName = NewType("ReplicaName", str)
@@ -74,7 +71,7 @@ def is_boxed(layout: Digest) -> bool:
 
 
 def is_partial(layout: Digest) -> bool:
-    """Whoever has all of that layout may not have all of a version."""
+    """All of that layout may not be all of a version."""
     return layout.startswith(PARTIAL)
 
 
@@ -83,10 +80,9 @@ def is_tiled(root: Digest) -> bool:
     return root.startswith(TILED)
 
 
-# --- What others have sent, as values: each has its type, and each text in it is printable and no longer than its
-# limit.
+# --- what a peer has sent ---------------------------------------------------------------------------------------------
 #
-# A text that came through here may be logged, raised and shown as it is: no terminal obeys it, and it is one line.
+# Each value has its type, and each text in it is one printable line within its limit: it may be logged and shown.
 
 
 MAX_TEXT = 4_000  # characters of one text: a worker of many addresses takes 2,400 to name them

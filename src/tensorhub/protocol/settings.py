@@ -1,13 +1,10 @@
-"""The numbers that decide how patient everybody is. Each shows its working.
-
-The server sends its own to each worker, so that both sides always count with the same ones.
-"""
+"""Settings of the reference server, each with its reason. The server sends them to the workers."""
 
 from dataclasses import dataclass
 from math import ceil
 
 REPORTS_PER_LEASE = 5  # however large the fleet: 2 may be missed, and there is time for a GC
-STEPS = 4  # of a `report_s`: who comes and goes does not change everybody's orders
+STEPS = 4  # of a `report_s`: a worker that comes or goes does not change all orders
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +23,8 @@ class Settings:
     leave_s: float = 30.0  # a source that was left is the reader's last choice: 10 times what it took to find out
     most_failures: int = 8  # of one call on one shard, before it is given up rather than tried again
     keep_established: bool = True  # for one host copy, nothing that has left its publisher is lost with it
-    spot_heir_s: float = 30.0  # who closes waits so long for a worker that nobody relies on: 50 GiB at 2 GB/s
-    default_retain: int = 1  # the newest is what everybody asks for next; 0: none is kept
+    spot_heir_s: float = 30.0  # a closing worker waits so long for a spot worker: 50 GiB at 2 GB/s
+    default_retain: int = 1  # the newest is what rollouts ask for next; 0: none is kept
     most_retain: int = 8  # a worker that keeps 8 may take host memory for 9 copies of its shard
     most_versions: int = 256  # remembered of one model, held or not: years of "latest-N", 1.6 KiB each
     most_workers: int = 20_000  # sessions at a time; twice the largest fleet planned for

@@ -9,7 +9,7 @@ from .messages import Failure
 
 
 class Transfer(msgspec.Struct, frozen=True):
-    """One read that is granted now: who reads what from whom, how far it is, and why from there."""
+    """One read that is granted now: target, source, progress, and the reason for the source."""
 
     model: str
     version: int
@@ -53,7 +53,7 @@ class WorkerView(msgspec.Struct, frozen=True):
     copies_filling: tuple[int, ...] = ()
     copies_left: int = 0  # that its limit on host memory still allows
     pins: tuple[int, ...] = ()
-    claim: int | None = None  # the number that it may publish next, and nobody else
+    claim: int | None = None  # the number that it alone may publish next
 
 
 class CallView(msgspec.Struct, frozen=True):
@@ -77,21 +77,19 @@ class ReplicaView(msgspec.Struct, frozen=True):
 
 
 class VersionView(msgspec.Struct, frozen=True):
-    """One version: who holds it, whole or in part."""
+    """One version and its holders, whole or in part."""
 
     version: int
     is_latest: bool
     is_complete: bool  # it exists: every shard of one replica published it
     holders: tuple[str, ...]  # replicas that hold all their shards of it
     filling: tuple[str, ...]
-    last_holder: str = ""  # where nobody holds it any more
+    last_holder: str = ""  # if no worker holds it any more
     host_copies: tuple[str, ...] = ()  # replicas that have a whole copy of some shard in host memory
-    is_lost: bool = False  # some shard of it is whole with nobody who could still come back
+    is_lost: bool = False  # some shard has no holder left that could come back
     is_established: bool = False  # each shard has been whole outside the replica that published it
     is_retained: bool = False  # among the newest to be kept, or pinned
-    cross_site_bytes: dict[
-        str, int
-    ] = {}  # by site: what came into it from other sites, as far as this server has heard
+    cross_site_bytes: dict[str, int] = {}  # by site: what came into it from other sites, as this server has heard
 
 
 class ModelView(msgspec.Struct, frozen=True):
@@ -111,7 +109,7 @@ class Status(msgspec.Struct, frozen=True):
 
     protocol: str
     uptime_s: float
-    recovering_s: float  # 0 once the server has heard from everybody it could have forgotten
+    recovering_s: float  # 0 once the server has heard all workers that it could have forgotten
     models: tuple[ModelView, ...]
     transfers: tuple[Transfer, ...]
     counters: dict[str, int]
@@ -119,7 +117,7 @@ class Status(msgspec.Struct, frozen=True):
 
 
 class HeldView(msgspec.Struct, frozen=True):
-    """The answer to `wait_held`: whether enough replicas hold a version or a newer one, and who is missing if not."""
+    """The answer to `wait_held`: whether enough replicas hold a version or a newer one, and which are missing."""
 
     is_enough: bool = False
     holders: tuple[str, ...] = ()  # by name
@@ -128,7 +126,7 @@ class HeldView(msgspec.Struct, frozen=True):
 
 
 class SourceView(msgspec.Struct, frozen=True):
-    """Somebody who has a shard of a version whole, in its tensors or in host memory."""
+    """A worker that has a shard of a version whole, in its tensors or in host memory."""
 
     worker: str
     endpoints: tuple[str, ...]
@@ -136,7 +134,7 @@ class SourceView(msgspec.Struct, frozen=True):
 
 
 class DescribedView(msgspec.Struct, frozen=True):
-    """One shard of a version: its encoded layout, its root, and a few who have it; or why nothing can be said of it."""
+    """One shard of a version: its encoded layout, its root, and a few holders; or why nothing can be said of it."""
 
     version: int = 0
     shards: int = 0
@@ -188,5 +186,5 @@ class CutsView(msgspec.Struct, frozen=True):
     shards: tuple[ShardView, ...] = ()
     boxes: tuple[bytes, ...] = ()  # as `LayoutInfo` has them
     here: tuple[int, ...] = ()  # of the replica that asks: its shards that live and do not leave
-    missed: str = ""  # who of it could not make its last call and has left, and why
+    missed: str = ""  # a shard of it that could not make its last call and has left, and why
     patience_s: float | None = None  # for how long a shard of it may not be there; None: the server has to listen first

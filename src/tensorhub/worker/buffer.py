@@ -1,9 +1,7 @@
 """The registered memory of a worker: what its buffer may become, and what of it peers may read.
 
-`TRANSITIONS` is all that can happen to a buffer. A transition has the name of what triggers it, and every trigger is a
-method of `RegisteredMemory`. The methods say what the buffer becomes; those who call them decide when. A transition
-that is not in the table is an `InvariantViolation`: our bug, which ends this worker. `docs/protocol.md` has the table
-as a diagram.
+`TRANSITIONS` is all that can happen to a buffer. Each trigger is a method of `RegisteredMemory`. A transition that is
+not in the table is an `InvariantViolation`. `docs/protocol.md` has the table as a diagram.
 """
 
 from dataclasses import dataclass, field
@@ -27,10 +25,10 @@ class Transition(NamedTuple):
 
 
 TRANSITIONS = (
-    Transition("register", Empty, Empty, "the caller registers tensors; nobody reads or writes the ones before"),
+    Transition("register", Empty, Empty, "the caller registers tensors; no worker reads or writes the ones before"),
     Transition("register", Poisoned, Empty, "the caller registers tensors; the spoiled ones are the caller's again"),
     Transition("publish", Empty, Holding, "the server accepted the version: the caller promises not to change it"),
-    Transition("begin_fill", Empty, Filling, "a call was resolved to a version, and nobody reads or writes here"),
+    Transition("begin_fill", Empty, Filling, "a call was resolved to a version, and no worker reads or writes here"),
     Transition("begin_fill", Poisoned, Filling, "the same; what is here is no version"),
     Transition("begin_fill", Vacated, Filling, "the new version is whole in a host copy, and is copied in now"),
     Transition("touch", Vacated, Filling, "the first byte of the new version may be written: the old one is gone"),
@@ -40,16 +38,16 @@ TRANSITIONS = (
     Transition("withdraw", Holding, Withdrawing, "unpublish or close; or an update whose version is within reach"),
     Transition("hurry", Withdrawing, Withdrawing, "the readers' share of the caller's time is over: cut them off"),
     Transition("keep", Withdrawing, Holding, "the call failed, or wants what is not within reach; not drained yet"),
-    Transition("serving_stopped", Withdrawing, Vacated, "drained: nobody reads it, and all of it is still here"),
+    Transition("serving_stopped", Withdrawing, Vacated, "drained: no peer reads it, and all of it is still here"),
     Transition("serving_stopped", Withdrawing, Empty, "drained, and the worker leaves"),
-    Transition("serving_stopped", Poisoned, Poisoned, "nobody reads the good chunks any more: a fill may begin"),
+    Transition("serving_stopped", Poisoned, Poisoned, "no peer reads the good chunks any more: a fill may begin"),
     Transition("serving_stopped", Poisoned, Empty, "the same of what was disowned: its publisher may change it"),
     Transition("take_back", Vacated, Holding, "nothing was written over it, and no call wants another version"),
     Transition("let_go", Vacated, Empty, "the call has ended well without another version: it was an unpublish"),
     Transition("disown", Holding, Poisoned, "the server knows other content as this version, and peers may read here"),
     Transition("disown", Withdrawing, Poisoned, "the same, while its readers are waited for"),
-    Transition("disown", Vacated, Poisoned, "the same; nobody reads here, and it came from a peer"),
-    Transition("disown", Vacated, Empty, "the same; nobody reads here, and its publisher may change it"),
+    Transition("disown", Vacated, Poisoned, "the same; no peer reads here, and it came from a peer"),
+    Transition("disown", Vacated, Empty, "the same; no peer reads here, and its publisher may change it"),
 )
 
 _ALLOWED = frozenset((each.trigger, each.before, each.after) for each in TRANSITIONS)
@@ -57,14 +55,14 @@ _ALLOWED = frozenset((each.trigger, each.before, each.after) for each in TRANSIT
 
 @dataclass
 class RegisteredMemory:
-    """The tensors that the caller registered. Nobody else changes its fields."""
+    """The tensors that the caller registered."""
 
     me: WorkerId
     buffer: Buffer = field(default_factory=Empty)
     serving: Version | None = None  # peers may read what is here of this version
     is_stopping: bool = False  # the shell was asked to end that
     is_disowned: bool = False  # what is being stopped was published here, and is not what its version is
-    withdrawn_in: int = 0  # the first report that says that nobody may begin to read here
+    withdrawn_in: int = 0  # the first report that says that no peer may begin to read here
 
     # --- questions ----------------------------------------------------------------------------------------------------
 
@@ -74,7 +72,7 @@ class RegisteredMemory:
         return self.buffer.version if isinstance(self.buffer, Holding | Withdrawing | Vacated) else None
 
     def is_going(self, version: Version | None) -> bool:
-        """Nobody may begin to read that version here, and the last readers are waited for."""
+        """No peer may begin to read that version here, and the last readers are waited for."""
         return self.withdrawn_in > 0 and version == self.serving
 
     # --- what may happen, in the order of the table -------------------------------------------------------------------
@@ -113,7 +111,7 @@ class RegisteredMemory:
         return self._serve(version, root) if self.serving is None else None
 
     def cut_short(self, *, next_report: int) -> None:
-        """What was filled is no version. Peers that read its good chunks must go before the next fill."""
+        """What was filled is no version. Peers that read its good chunks must leave before the next fill."""
         self._poison("cut_short", next_report)
 
     def withdraw(self, *, next_report: int) -> None:
@@ -123,7 +121,7 @@ class RegisteredMemory:
         self.withdrawn_in = next_report
 
     def hurry(self) -> None:
-        """Wait no longer for those who read."""
+        """Wait no longer for readers."""
         old = self._it("hurry", Withdrawing)
         self._become("hurry", Withdrawing(old.version, old.root, old.published, impatient=True))
 
@@ -141,7 +139,7 @@ class RegisteredMemory:
         return StopServing(self.serving)
 
     def serving_stopped(self, version: Version, *, is_leaving: bool) -> None:
-        """Nobody reads here any more, and nobody can."""
+        """No peer reads here any more, and none can."""
         if not self.is_stopping or self.serving != version:
             raise InvariantViolation(f"{self.me}: serving {version} stopped, but it serves {self.serving}")
         self.serving, self.is_stopping, self.withdrawn_in = None, False, 0
@@ -172,8 +170,6 @@ class RegisteredMemory:
         else:
             self._poison("disown", next_report)
             self.is_disowned = is_publishers
-
-    # ------------------------------------------------------------------------------------------------------------------
 
     def _poison(self, trigger: str, next_report: int) -> None:
         self._become(trigger, Poisoned(self.serving))

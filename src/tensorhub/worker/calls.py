@@ -21,7 +21,7 @@ from . import events, reads
 from .events import Called
 from .state import FILLS, Call, Departure, WorkerState
 
-# --- What a caller may not do, told before anything is changed.
+# --- the caller's mistakes --------------------------------------------------------------------------------------------
 
 
 def why_not_begin(worker: WorkerState, event: Called) -> Failure | None:
@@ -50,8 +50,8 @@ def why_not_begin(worker: WorkerState, event: Called) -> Failure | None:
 def update_at_once(worker: WorkerState, hello: Hello, event: Called) -> Version | Failure | None:
     """What an update to "prefetched" comes to where the server need not be asked; None where it has to be.
 
-    If no newer version is whole in a host copy, a replica of one shard keeps what it holds: nobody else has a say, and
-    the server could only say the same. If nothing is fetched ahead either, that would be so for ever: a mistake.
+    If no newer version is whole in a host copy, a replica of one shard keeps what it holds. If nothing is fetched ahead
+    either, that would be so for ever: a mistake.
     """
     if (event.verb, event.spec) != ("update", PREFETCHED):
         return None
@@ -92,7 +92,7 @@ def _why_not_publish(worker: WorkerState, event: Called) -> Failure | None:
     return None
 
 
-# --- The error of a call whose time has run out: what was missing at the end, how far it got, and what to do next.
+# --- deadlines --------------------------------------------------------------------------------------------------------
 
 
 UNANSWERED = 3  # reports: a server that has answered none of them is no help now, even if it lives
@@ -129,8 +129,8 @@ def _how_far(worker: WorkerState, call: Call, *, is_unheard: bool) -> Iterator[s
         way, version = worker.copies.copying
         yield f"version {version} was being copied {'to' if way == 'out' else 'from'} host memory"
     elif isinstance(buffer, Withdrawing) or (isinstance(buffer, Poisoned) and buffer.version is not None):
-        who = "nobody has said that nobody reads it any more" if is_unheard else "it still has readers"
-        yield f"version {buffer.version} is being withdrawn, and {who}"
+        why = "the server has not said that it is drained" if is_unheard else "it still has readers"
+        yield f"version {buffer.version} is being withdrawn, and {why}"
     elif isinstance(buffer, Holding) and call.fills and call.resolved not in (None, buffer.version):
         yield f"no source of version {call.resolved} has answered; version {buffer.version} is still held"
     elif isinstance(buffer, Vacated) and call.fills:
@@ -144,7 +144,7 @@ def _how_far(worker: WorkerState, call: Call, *, is_unheard: bool) -> Iterator[s
         yield worker.slot.last_failure
 
 
-# --- The steps of a caller's call, from its beginning to its end.
+# --- steps of a call --------------------------------------------------------------------------------------------------
 
 
 def take(worker: WorkerState, event: events.Called) -> None:
@@ -210,7 +210,7 @@ def _is_free(worker: WorkerState) -> bool:
 
 
 def _say_delay(worker: WorkerState, call: Call) -> None:
-    """Say once that a shard lives and does not come: if it were dead, the server would have told by now."""
+    """Warn once that a shard lives and does not come. If it were dead, the server would have said so by now."""
     why = call.awaits_shard
     if why is not None and not call.is_delayed and worker.now >= call.started + worker.patience_s:
         call.is_delayed = True
@@ -279,8 +279,7 @@ def _give_up_fill(worker: WorkerState) -> None:
 def take_conflict(worker: WorkerState, root: Digest) -> None:
     """Content with this root does not count as its version: another publish of that number is finished. Let it go.
 
-    It may be the same all the same: a publish that never ended counts for nothing, and what it made cannot be compared
-    where nobody is heard who has that shard of the other one.
+    It may be the same bytes: an unfinished publish counts for nothing, and cannot always be compared.
     """
     buffer = worker.buffer
     if not root or not isinstance(buffer, Holding | Withdrawing | Vacated) or buffer.root != root:
@@ -294,7 +293,7 @@ def take_conflict(worker: WorkerState, root: Digest) -> None:
         fail(worker, Failure("version-conflict", text, hint))
 
 
-# --- The steps of leaving: withdraw, let heirs and readers finish for nearly all of the time, then go.
+# --- leaving ----------------------------------------------------------------------------------------------------------
 
 
 def begin(worker: WorkerState, deadline: float) -> None:
@@ -326,15 +325,15 @@ def advance_closing(worker: WorkerState) -> None:
         departure.leaving_in = worker.next_report
     if is_alone and not departure.is_alone and not departure.has_left:
         still_s = min(alone_until(worker), departure.deadline) - worker.now
-        text = "closes, and waits for the reference server, which alone knows who needs what is here"
+        text = "closes, and waits for the reference server, which knows which workers need what is here"
         worker.want(events.Warn(f"{worker.me} {text}: for {still_s:.3g} s at most"))
     departure.is_alone = is_alone or (departure.is_alone and not worker.has_heard)
 
 
 def alone_until(worker: WorkerState) -> float:
-    """How long it stays without a connection to the server: that may be back in a moment, and know who needs it.
+    """How long it waits for the server to come back: that knows which workers need what is here.
 
-    Where nothing is held, or no server ever knew this worker or will any more, there is nothing to wait for.
+    There is nothing to wait for if nothing is held, or if no server has known this worker or will accept it.
     """
     holds_something = isinstance(worker.buffer, Withdrawing) or bool(worker.copies.by_version)
     is_refused = worker.refusal is not None and worker.refusal.retry_s <= 0
@@ -352,5 +351,5 @@ def leave(worker: WorkerState, departure: Departure, *, drained: bool) -> None:
 
 
 def _is_gone(worker: WorkerState) -> bool:
-    """Nothing is held here any more, and nobody reads or writes here: what was held was served until it was left."""
+    """Nothing is held here any more, and no worker reads or writes here."""
     return not worker.copies.by_version and worker.is_untouched and worker.reading is None

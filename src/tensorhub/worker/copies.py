@@ -1,16 +1,12 @@
 """A worker's host copies: versions in host memory beside the buffer, offloaded from it or fetched ahead.
 
-Peers may read them as they read the buffer. The server says what to offload, to fetch and to release. The limit on host
-memory is the worker's own: no copy is begun that does not fit.
+Peers may read them as they read the buffer. The server says what to offload, fetch and release. No copy is begun that
+does not fit the worker's own limit.
 
-A release takes two steps, because orders may come late, and from a server that is dead by now. The worker first reports
-the copy as `leaving`. It drops the copy when orders that answer such a report still release it: the server that sent
-them lets nobody begin to read the copy. If orders that answer such a report do not release the copy, their server knows
-nothing of the release, and the copy stays. A copy that is told to go is served until nothing here writes or reads it.
-
-A copy that the worker itself has no more use for goes the same way, except that it never stays: only the server knows
-who still reads it. When other tensors are registered, the copies of the former ones cannot fill them, but peers may go
-on reading those that are whole.
+A release takes two steps, because orders may come late, or from a server that is dead by now. The worker first reports
+the copy as `leaving`. It drops the copy when orders that answer such a report still release it; otherwise the copy
+stays. A copy that is of no use here any more goes the same way, but never stays. Copies of tensors that were registered
+before cannot fill the present ones, but peers may go on reading them.
 """
 
 from dataclasses import dataclass, field
@@ -34,7 +30,7 @@ class Leaving:
 
     released_in: int  # the first report that said so
     is_final: bool = False  # it is of no use here any more, whatever the server says
-    is_agreed: bool = False  # the server knows that it is leaving and still releases it, or nobody could ever read it
+    is_agreed: bool = False  # the server knows that it is leaving and still releases it, or it could never be read
     is_dropping: bool = False
 
     def is_answered(self, acknowledged: int) -> bool:
@@ -124,7 +120,7 @@ class HostCopies:
                 del self.leaving[copy.version]
 
     def leave(self, version: Version, *, next_report: int) -> None:
-        """The copy is of no use here any more: it goes as soon as the server lets nobody read it."""
+        """The copy is of no use here any more: it goes as soon as the server has moved its readers."""
         self.leaving.setdefault(version, Leaving(next_report)).is_final = True
 
     def leave_all(self, *, next_report: int) -> None:
@@ -174,7 +170,7 @@ class HostCopies:
         self.mapped[version], self.sizes[version] = size_bytes, 0
 
     def counted(self, version: Version) -> None:
-        """Nobody else counts its memory any more. So there may be more than the limit allows: until some may go."""
+        """Its memory counts here now. There may be more than the limit allows, until some may go."""
         found = self.by_version.get(version)
         if found is None or not found.shared:
             raise InvariantViolation(f"the memory of version {version} counts here now, and none of it is shared")
@@ -216,7 +212,7 @@ class HostCopies:
             self.by_version[version] = replace(self.by_version[version], whole=True)
         else:
             self.error = failure.bounded()
-            self.leaving[version] = Leaving(0, is_final=True, is_agreed=True)  # nobody was ever able to read it
+            self.leaving[version] = Leaving(0, is_final=True, is_agreed=True)  # it was never readable
 
     def copy_in(self, version: Version) -> CopyIn | None:
         """Begin to fill the buffer from the copy, if it is whole."""

@@ -1,4 +1,13 @@
-"""The worker's machine: events in, effects out. It reports its whole state and follows the server's orders."""
+"""The worker's machine: events go in, effects come out. The shell carries those out and decides nothing.
+
+After every event the machine takes each step that has become possible, so a lost or repeated message never leaves it
+stuck. Rules:
+- Orders are the whole truth at their number. Older ones are dropped; a ticket that they do not name is void, for ever.
+- A read counts only inside the worker's own lease, from when it *sent* the report that the server acknowledged.
+- One read at a time writes the buffer. No peer reads the buffer when it changes from one version to another.
+- A version is not given up before its successor is within reach. It is held again if nothing was written over it.
+- A call ends by its deadline. A fill that was cut short leaves the buffer poisoned.
+"""
 
 from math import inf
 from typing import assert_never
@@ -25,7 +34,7 @@ from .calls import update_at_once, why_not_begin
 from .events import AcrossOpened, PartEnded, PartMeasured
 from .state import Call, WorkerState, contradiction
 
-# --- What a worker says of itself: its whole state, as one report.
+# --- reports ----------------------------------------------------------------------------------------------------------
 
 
 def report_of(worker: WorkerState) -> Report:
@@ -80,7 +89,7 @@ def across_of(worker: WorkerState) -> Across | None:
     )
 
 
-# --- What the server's orders change at once. What they make possible is done by the steps that follow every event.
+# --- orders -----------------------------------------------------------------------------------------------------------
 
 
 def take(worker: WorkerState, orders: Orders) -> None:
@@ -117,24 +126,11 @@ def take_refusal(worker: WorkerState, refusal: Refusal) -> None:
         calls.fail(worker, Failure(refusal.code, refusal.message, refusal.hint))
 
 
-# --- The worker's machine: events go in, effects come out. The shell carries those out and decides nothing.
-#
-# After every event the machine looks at how things are, and takes each step that has become possible. So a lost or
-# repeated message never leaves it stuck.
-#
-# Rules it keeps:
-# - Orders are the whole truth at their number. Older ones are dropped; a ticket that they do not name is void; a ticket
-#   that was ever void here is never begun.
-# - What it reads counts only inside its own lease, from when it *sent* the report that the server acknowledged.
-# - One read at a time writes the buffer, and nobody reads from the buffer when it changes from one version to another.
-# - A version is not given up before its successor is within reach, and is held again if nothing was written over it.
-# - A call ends by its deadline. A fill that was cut short leaves the buffer poisoned.
-#
-# It must never look at a clock, a socket or a tensor.
+# --- the machine ------------------------------------------------------------------------------------------------------
 
 
 class Worker:
-    """One life of one worker. See the module for its rules; `handle` is the only thing that changes it."""
+    """One life of one worker. Only `handle` changes it."""
 
     def __init__(
         self,
@@ -147,8 +143,6 @@ class Worker:
         received = received_bytes if received_bytes is not None else {}
         crossed = cross_site_bytes if cross_site_bytes is not None else {}
         self.state = WorkerState(me, received, crossed)
-
-    # --- the seam -----------------------------------------------------------------------------------------------------
 
     def handle(self, event: events.Event, *, now: float) -> list[events.Effect]:
         """Take in one event; return what is to be done, in order. `now` never goes back."""
@@ -192,7 +186,6 @@ class Worker:
             raise InvariantViolation(f"{self.me} {wrong}")
 
     def statistics(self) -> dict[str, int]:
-        """Counters, for people."""
         return {**self.state.book.statistics(), "received_bytes": sum(self.state.received_bytes.values())}
 
     def story(self) -> list[tuple[float, str]]:
@@ -203,17 +196,14 @@ class Worker:
 
     @property
     def me(self) -> WorkerId:
-        """Its name."""
         return self.state.me
 
     @property
     def buffer(self) -> Buffer:
-        """What the registered memory is."""
         return self.state.buffer
 
     @property
     def held(self) -> Version | None:
-        """The version whose bytes are in the buffer, whole and verified; None if there is none."""
         return self.state.memory.held
 
     @property
@@ -223,12 +213,10 @@ class Worker:
 
     @property
     def reading(self) -> Reading | None:
-        """The open read, which may be about to stop."""
         return self.state.reading
 
     @property
     def call(self) -> Call | None:
-        """The caller's call, until it has ended."""
         return self.state.call
 
     @property
@@ -239,23 +227,20 @@ class Worker:
 
     @property
     def is_registered(self) -> bool:
-        """The caller has registered tensors."""
         return self.state.layout is not None
 
     @property
     def may_register(self) -> bool:
-        """Other tensors may be registered: nobody reads or writes the present ones."""
+        """Other tensors may be registered: no worker reads or writes the present ones."""
         is_idle = self.call is None and self.state.is_untouched
         return is_idle and isinstance(self.buffer, Empty | Poisoned)
 
     @property
     def connected(self) -> bool:
-        """A connection to the server stands."""
         return self.state.connected
 
     @property
     def session(self) -> Number:
-        """As the server last named it."""
         return self.state.session
 
     @property
@@ -265,26 +250,21 @@ class Worker:
 
     @property
     def prefetch(self) -> Spec | None:
-        """What the caller wants fetched ahead."""
         return self.state.copies.prefetch
 
     @property
     def pins(self) -> tuple[Version, ...]:
-        """The versions that the caller wants kept."""
         return self.state.copies.pins
 
     @property
     def reported(self) -> int:
-        """The number of the last report."""
         return self.state.book.number
 
     @property
     def acknowledged(self) -> int:
-        """The last report that the server has taken in."""
         return self.state.book.acknowledged
 
     def why_not_begin(self, call: events.Called) -> Failure | None:
-        """The caller's mistake, if that call is one."""
         return why_not_begin(self.state, call)
 
     def update_at_once(self, hello: Hello, call: events.Called) -> Version | Failure | None:

@@ -22,15 +22,16 @@ from .events import (
     Trust,
 )
 
-# --- The sources of a read across layouts: which are granted, which are being read, and what became of the others.
-#
-# A read across is one read with several *parts*, each from one source under a ticket of its own. The orders name those
-# that may be read. One that they do not name any more is stopped, one that is new is added; the others go on meanwhile.
+# --- the parts of a read across ---------------------------------------------------------------------------------------
 
 
 @dataclass
 class Parts:
-    """Of the open read, if that is one across; and what the latest orders grant."""
+    """The sources of the open read, if that is one across layouts; and what the latest orders grant.
+
+    Each part has a ticket of its own. A part that the orders do not name any more is stopped, a new one is added; the
+    others go on.
+    """
 
     granted: tuple[Grant, ...] = ()
     open: dict[Ticket, Grant] = field(default_factory=dict)
@@ -110,17 +111,16 @@ class Parts:
         )
 
 
-# --- The one read that a worker may have open: what it may read, what it reads, which tickets are closed.
-#
-# A read across layouts has several sources (see `parts`), and is one read all the same.
-#
-# A grant from the latest orders waits here until it is wanted. At most one read is open. No ticket up to `closed` will
-# ever be read again, and the server may rely on that once it was reported.
+# --- the one open read ------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class ReadSlot:
-    """Grants, the open read, and the lease under which what it brings is trusted."""
+    """Grants, the open read, and the lease under which what it brings is trusted.
+
+    A grant from the latest orders waits here until it is wanted. At most one read is open. No ticket up to `closed` is
+    ever read again.
+    """
 
     me: WorkerId
     grant: Grant | None = None

@@ -19,18 +19,14 @@ from . import events
 from .events import Effect, PartEnded
 from .state import Call, WorkerState
 
-# --- When the registered memory goes from one version to another, so that no version is given up for nothing.
+# --- from one version to the next -------------------------------------------------------------------------------------
 #
-# The new version is opened at a source while the old one is still held and served. Only then is the old one withdrawn.
-# Once it is drained it is vacated: nobody reads it here, and all of its bytes are. The first byte that may be written
-# makes the buffer *filling*. If the call ends before that, the old version is held again.
+# The new version is opened at a source while the old one is held and served. Then the old one is withdrawn. Once it is
+# drained it is *vacated*: no peer reads it here, and all of it is here. The first byte that may be written makes the
+# buffer *filling*. If the call ends before that, the old version is held again.
 #
-# What an update is likely to bring may be whole in host memory already. Then the old version is withdrawn with the
-# call: the server can say which version it is, and that nobody reads the old one, in one answer. If it is another
-# version, the old one is held again until that is within reach.
-
-
-# --- what the data plane tells ----------------------------------------------------------------------------------------
+# If an update's version is likely to be in host memory already, the old version is withdrawn with the call: one answer
+# of the server then says which version it is, and that the old one is drained.
 
 
 def touched(worker: WorkerState, ticket: Ticket) -> None:
@@ -44,7 +40,7 @@ def touched(worker: WorkerState, ticket: Ticket) -> None:
 
 
 def serving_stopped(worker: WorkerState, version: Version) -> None:
-    """Nobody reads the registered memory any more, and nobody can."""
+    """No peer reads the registered memory any more, and none can."""
     worker.memory.serving_stopped(version, is_leaving=worker.departure is not None)
     take_back(worker)
     worker.note(f"version {version} withdrawn")
@@ -62,13 +58,10 @@ def copied_in(worker: WorkerState, version: Version, failure: Failure | None) ->
     if failure is not None:
         worker.note(f"filling from the host copy of version {version} failed: {failure.message}")
         if failure.code == UsageError.code and worker.call is not None and worker.call.fills:
-            worker.call.hopeless = failure  # its tensors are not there: whoever has the version, it cannot be had here
+            worker.call.hopeless = failure  # its tensors are not there: no source can help
     if root is not None and isinstance(worker.buffer, Filling) and worker.buffer.version == version:
         worker.want(worker.memory.complete(root))
         worker.note(f"holds version {version}, from its host copy")
-
-
-# --- steps ------------------------------------------------------------------------------------------------------------
 
 
 def begin(worker: WorkerState, call: Call) -> None:
@@ -124,7 +117,7 @@ def hold_on(worker: WorkerState) -> None:
 
 
 def hurry(worker: WorkerState) -> None:
-    """Half of the time is over: whoever still reads what is withdrawn is cut off."""
+    """Half of the time is over: readers of what is withdrawn are cut off."""
     if isinstance(worker.buffer, Withdrawing) and not worker.buffer.impatient:
         worker.memory.hurry()
         worker.note(f"withdraws version {worker.memory.held}, impatient")
@@ -159,16 +152,13 @@ def advance_copies(worker: WorkerState) -> None:
     worker.effects += copies.drop_what_may_go(worker.reading)
 
 
-# --- Reads: when one is opened, begun and stopped, and what it brings to the buffer or to a host copy.
-
-
-# --- what the data plane tells ----------------------------------------------------------------------------------------
+# --- the open read ----------------------------------------------------------------------------------------------------
 
 
 def opened(worker: WorkerState, ticket: Ticket, root: Digest | None = None) -> None:
     """The source has what was granted: the old version may be withdrawn for it. `root`: of what is read across."""
     reading = worker.slot.note_opened(ticket, root)
-    worker.is_urgent |= reading is not None and root is not None  # others wait to hear what it is
+    worker.is_urgent |= reading is not None and root is not None  # other workers wait to hear what it is
     if reading is not None:
         worker.note(f"has opened version {reading.version} at {reading.source}")
         if worker.call is not None:
@@ -176,7 +166,7 @@ def opened(worker: WorkerState, ticket: Ticket, root: Digest | None = None) -> N
 
 
 def barred(worker: WorkerState, event: events.ReadBarred) -> None:
-    """A read that was told to stop writes no more. The old version is back if nothing was written and nobody calls."""
+    """A read that was told to stop writes no more. The old version is back if nothing was written."""
     if not worker.slot.bar(event.ticket):
         return
     if event.is_touched:
@@ -227,7 +217,7 @@ def ended(worker: WorkerState, event: events.ReadEnded) -> None:
     if event.complete:
         touched(worker, event.ticket)  # a version of no bytes has touched none
     reading, by_itself = worker.slot.ended(event.ticket)
-    worker.is_urgent = True  # somebody may wait for that; and the server need not have heard of it yet
+    worker.is_urgent = True  # another worker may wait for that
     if event.complete and reading.shares:
         worker.copies.shared(reading.version, worker.slot.root)
         worker.note(f"shares the host copy of version {reading.version} of {reading.source}")
@@ -245,9 +235,6 @@ def ended(worker: WorkerState, event: events.ReadEnded) -> None:
         worker.slot.failed(reading, event.failure)
         worker.note(f"read {event.ticket} from {reading.source} failed: {event.failure.message}")
     take_back(worker)
-
-
-# --- steps ------------------------------------------------------------------------------------------------------------
 
 
 def advance(worker: WorkerState) -> None:

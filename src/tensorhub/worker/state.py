@@ -30,11 +30,10 @@ from .copies import HostCopies
 from .events import Effect, Registered
 from .read_slot import ReadSlot
 
-# --- When a worker reports: at once when there is news, and once a second in any case.
+# --- when a worker reports --------------------------------------------------------------------------------------------
 #
-# What only leads to further news waits a moment for that, and goes in the same report: it spares a server of
-# thousands of workers two of nine reports of an update. The book remembers when each report was sent: a lease counts
-# from the sending of the report that was acknowledged.
+# At once when there is news, and once a second in any case. News that leads to further news waits a moment for that: it
+# spares the server two of nine reports of an update.
 
 
 TOGETHER_S = 0.1  # a source answers within a few round trips, and serving stops within a millisecond
@@ -59,7 +58,7 @@ def news_of(report: Report) -> Report:
 
 
 def pressing(news: Report) -> Report:
-    """What of the news must not wait for more: not which read is about to be begun, nor what leads to it."""
+    """The news that must not wait: all but which read is about to begin, and what leads to it."""
     buffer, reading, call = news.buffer, news.reading, news.call
     if call is not None:
         call = replace(call, resolved=None)  # the server itself has said so
@@ -84,7 +83,6 @@ class ReportBook:
         self._waits_since = inf  # there is news that may wait a moment for more
 
     def statistics(self) -> dict[str, int]:
-        """Counters, for people."""
         return {"reports": self.number, "unacknowledged": len(self._sent_at)}
 
     @property
@@ -104,8 +102,7 @@ class ReportBook:
     def is_current(self, acknowledged: int) -> bool:
         """Orders with that acknowledgement answer something that was said over this connection.
 
-        All is said anew on each: what answers an older one may be the word of a server that is dead, and what the next
-        one has heard must stay true.
+        All is said again on each connection: orders that answer an older one may come from a server that is dead.
         """
         return acknowledged >= self._since
 
@@ -137,13 +134,12 @@ class ReportBook:
         return sent_at
 
 
-# --- What the server has signed and a worker keeps for it: a server that starts anew believes nothing else it is
-# told.
+# --- receipts of the server -------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Proofs:
-    """The newest of each, for the next report."""
+    """What the server has signed, for the next report: a restarted server believes nothing else."""
 
     newest: Version | None = None  # version of the model
     newest_receipt: str = ""
@@ -166,7 +162,7 @@ class Proofs:
         return {version: receipt for version, receipt in self.receipts.items() if version in here}
 
 
-# --- The caller's call at one worker, from its beginning to its end. A worker has one at a time.
+# --- calls ------------------------------------------------------------------------------------------------------------
 
 
 FILLS = ("replicate", "update")
@@ -182,15 +178,13 @@ class Call:
     started: float
     deadline: float
     claim: Version | None = None  # of an unpublish
-    number: int | None = (
-        None  # its position among the replica's calls; None until that can be known, and may turn out late
-    )
+    number: int | None = None  # its position among the replica's calls, once that can be known; it may change
     resolved: Version | None = None
     answer: Answer | None = None
     opened: Version | None = None  # some source had this version, and its manifest is here
     hopeless: Failure | None = None  # why no source, and no host copy, can help this worker
     is_delayed: bool = False  # the caller was told why it waits so long
-    waits: bool = False  # of a replicate: for a number that nobody has published yet
+    waits: bool = False  # of a replicate: for a number that is not published yet
     metadata: Digest = Digest("")  # of a publish
     grid: Digest = Digest("")  # the same
     floor: Version | None = None  # of an update: what was held when the caller called
@@ -211,7 +205,7 @@ class Call:
 
     @property
     def impatient_at(self) -> float:
-        """Readers have half of the time to finish or to move; then those who still read are cut off."""
+        """Readers have half of the time to finish or to move; then they are cut off."""
         return self.started + (self.deadline - self.started) / 2
 
     @property
@@ -257,38 +251,35 @@ class Call:
         )
 
 
-# --- How far a worker that was closed is with leaving.
+# --- leaving ----------------------------------------------------------------------------------------------------------
 
 
-FOR_HEIRS = 0.9  # of the time: to be cut off takes a reader a few messages, and what it has not got may be lost
+FOR_OTHERS = 0.9  # of the time: to be cut off takes a reader a few messages, and what it has not got may be lost
 
 
 @dataclass
 class Departure:
-    """From `close()` until nothing keeps the worker any more."""
+    """Of a worker that was closed, until nothing keeps it any more."""
 
     started: float
     deadline: float
-    is_hurried: bool = False  # the time of heirs and readers is over
+    is_hurried: bool = False  # the time of other workers is over
     leaving_in: int = 0  # the first report that says that nothing is left here
     is_alone: bool = False  # it waits for the server, and has said so
     has_left: bool = False
 
     @property
     def impatient_at(self) -> float:
-        """Heirs and readers have nearly all of the time; the rest is for cutting off those who still read."""
-        return self.started + FOR_HEIRS * (self.deadline - self.started)
+        """Other workers have nearly all of the time to get what is here; the rest is for cutting off readers."""
+        return self.started + FOR_OTHERS * (self.deadline - self.started)
 
 
-# --- All that a worker is at one moment. The machine owns it; the steps of the other files change it.
-#
-# What has rules of its own is a part with a class of its own: the registered memory, the open read, the host copies.
-# Only such a part changes its fields. The rest is here.
+# --- the whole state --------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class WorkerState:
-    """One worker, as the last event left it."""
+    """One worker, as the last event left it. Only `memory`, `slot` and `copies` change their own fields."""
 
     me: WorkerId
     received_bytes: dict[str, int]  # by source replica; the shell counts
@@ -319,7 +310,7 @@ class WorkerState:
     session: Number = Number(0)
     seen: Number = Number(0)  # the highest number of orders
     position: int | None = None  # of the replica's last call that ended anywhere
-    patience_s: float = inf  # a shard may have been dead for that long without our having been told
+    patience_s: float = inf  # a shard may be dead for that long before the server says so
 
     # of this event
     now: float = -inf
@@ -343,12 +334,10 @@ class WorkerState:
 
     @property
     def buffer(self) -> Buffer:
-        """What the registered memory is."""
         return self.memory.buffer
 
     @property
     def reading(self) -> Reading | None:
-        """The open read, which may be about to stop."""
         return self.slot.reading
 
     @property
@@ -358,7 +347,7 @@ class WorkerState:
 
     @property
     def is_untouched(self) -> bool:
-        """Nobody reads or writes the registered memory."""
+        """No worker reads or writes the registered memory."""
         return not self.slot.is_into_buffer and self.memory.serving is None and self.copies.copying is None
 
     def has_within_reach(self, version: Version) -> bool:
@@ -375,9 +364,6 @@ class WorkerState:
         """These, and what is being read: all of it may be here before the server is heard again."""
         coming = [self.reading.version] if self.reading is not None else []
         return [*self.versions_here, *coming, *([self.buffer.version] if isinstance(self.buffer, Filling) else [])]
-
-
-# --- What must be true of a worker after every event, whatever came in. A contradiction is a bug of ours.
 
 
 def contradiction(worker: WorkerState) -> str | None:
