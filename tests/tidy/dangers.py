@@ -14,7 +14,7 @@ MAX_POLL_S = 0.1
 
 # Sleeps in tests that wait for nothing: file::function → what the time is for.
 ALLOWED_SLEEPS: dict[str, str] = {
-    "tests/transport/test_tcp_width.py::wait": "it plays a link, on which a piece takes so long",
+    "tests/transport/test_tcp_reader.py::wait": "it plays a link, on which a piece takes so long",
 }
 
 

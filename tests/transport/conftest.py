@@ -14,15 +14,18 @@ import pytest
 from tensorhub.transport.base import Transport
 from tensorhub.transport.local.transport import LocalSettings, LocalTransport
 from tensorhub.transport.native import load
+from tensorhub.transport.tcp.settings import TcpSettings
+from tensorhub.transport.tcp.transport import TcpTransport
 
 from . import kit
 from .kit import Local
 
 Make = Callable[..., Transport]
+Tcp = Callable[..., TcpTransport]
 Spawn = Callable[..., subprocess.Popen[str]]
 
 
-@pytest.fixture(params=[name for name, found in kit.KINDS.items() if not found.cannot])  # test_cuda_rings.py has those
+@pytest.fixture(params=kit.CONTRACT)
 def kind(request: pytest.FixtureRequest) -> kit.Kind:
     found = kit.KINDS[request.param]
     if why_not := found.why_not():
@@ -61,6 +64,20 @@ def make(kind: kit.Kind, nothing_left_behind: None) -> Iterator[Make]:
 
     def one(silence_s: float = 5.0) -> Transport:
         made.append(kind.make(silence_s))
+        return made[-1]
+
+    yield one
+    for transport in made:
+        transport.close()
+
+
+@pytest.fixture
+def tcp(nothing_left_behind: None) -> Iterator[Tcp]:
+    """Makes `tcp` transports with the settings given, and closes them at the end."""
+    made: list[TcpTransport] = []
+
+    def one(**settings: object) -> TcpTransport:
+        made.append(TcpTransport(TcpSettings(**{"stream_bytes": 1024, "stream_rate_bytes_per_s": 0, **settings})))  # type: ignore[arg-type]
         return made[-1]
 
     yield one

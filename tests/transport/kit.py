@@ -21,6 +21,7 @@ from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import xxhash
 
 from tensorhub.memory.streams import host_view
@@ -31,6 +32,7 @@ from tensorhub.transport.base import Export, Progress, Read, StopFlag, Terms, Tr
 from tensorhub.transport.cuda import CudaSettings, CudaTransport
 from tensorhub.transport.local import memory as local_host
 from tensorhub.transport.local.transport import LocalSettings, LocalTransport
+from tensorhub.transport.native import load
 from tensorhub.transport.nixl import probe
 from tensorhub.transport.nixl.transport import NixlSettings, NixlTransport
 from tensorhub.transport.on_device import Shared
@@ -38,6 +40,7 @@ from tensorhub.transport.ranges import Addresses
 from tensorhub.transport.tcp import wire
 from tensorhub.transport.tcp.settings import TcpSettings
 from tensorhub.transport.tcp.transport import TcpTransport
+from tensorhub.transport.tcp.wire import GREETING, HEADER, MAGIC, VERSION
 
 sys.path.append(str(Path(__file__).parent))  # the helper processes import this file by itself
 import stand_in
@@ -59,6 +62,7 @@ class Kind:
     is_on_device: bool = False  # all content lies on a stand-in for a device
     cannot: frozenset[str] = frozenset()  # what that device cannot
     is_settled: bool = True  # after the first read from a peer no more sockets are opened for it
+    is_python: bool = False  # without the native mover
 
 
 def _tcp(streams: int) -> Callable[[float], Transport]:
@@ -135,6 +139,7 @@ KINDS = {
         Kind("tcp-1", _tcp(1), _mute_tcp),
         Kind("tcp-3", _tcp(3), _mute_tcp),
         Kind("tcp-lending-2", _lending(2), _mute_tcp, lambda: "" if wire.IS_THERE else "vmsplice is a call of Linux"),
+        Kind("tcp-python", _tcp(3), _mute_tcp, is_python=True),
         Kind("local-1", _local(1), _mute_local),
         Kind("local-3", _local(3), _mute_local),
         Kind("local-mapped-1", _local(1), _mute_local, sealed.why_not, is_mapped=True),
@@ -147,17 +152,27 @@ KINDS = {
         Kind("nixl-3", _nixl(3), partial(_mute_tcp, "nixl"), _no_nixl, is_settled=False),
     )
 }
+CONTRACT = [
+    *("tcp-3", "tcp-lending-2", "tcp-python", "local-3", "local-mapped-3"),
+    *("cuda-stand-in", "pretended-nixl-2", "nixl-3"),  # the other stand-ins for a device: `test_cuda_rings.py`
+]
 
 
 _has_sealed_memory = False
 _is_on_device = False
+_is_python = False
 
 
 def use(kind: Kind | None) -> None:
     """From now on content lies in the memory that this kind needs."""
-    global _has_sealed_memory, _is_on_device
+    global _has_sealed_memory, _is_on_device, _is_python
     _has_sealed_memory = kind is not None and kind.is_mapped
     _is_on_device = kind is not None and kind.is_on_device
+    is_python = kind is not None and kind.is_python
+    if is_python != _is_python:
+        _is_python = is_python
+        os.environ[load.VARIABLE] = "no" if is_python else "yes"
+        load.forget()
     stand_in.cannot.clear()
     stand_in.cannot.update(kind.cannot if kind is not None else ())
 
@@ -445,6 +460,23 @@ class Ended:
         assert self.event.wait(DEADLINE_S), "on_end was not called"
         assert len(self.errors) == 1
         return self.errors[0]
+
+
+def greeting(body: object, *, magic: bytes = MAGIC, version: int = VERSION, length: int | None = None) -> bytes:
+    """As a stranger may say it on a connection of tcp."""
+    data = msgspec.msgpack.encode(body)
+    return GREETING.pack(magic, version, 0, len(data) if length is None else length) + data
+
+
+def nested(*fields: object) -> msgspec.Raw:
+    """A message of these, and of lists in lists, deeper than any decoder goes."""
+    fewer = msgspec.msgpack.encode(fields)
+    return msgspec.Raw(bytes([fewer[0] + 1]) + fewer[1:] + b"\x91" * 12_000 + b"\xc0")
+
+
+def framed(kind: int, body: object) -> bytes:
+    data = msgspec.msgpack.encode(body)
+    return HEADER.pack(kind, len(data), 0) + data
 
 
 def full(

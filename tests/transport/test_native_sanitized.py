@@ -48,13 +48,11 @@ def sanitized(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 @pytest.mark.parametrize(
     "tests",
     [
-        ["test_native_digest.py", "-k", "not large"],
-        ["test_native_parts.py", "-k", "not build"],
+        ["test_native.py", "-k", "not build"],
         ["test_native_fuzz.py"],
-        ["test_native_mover.py"],
         ["test_tiles_bounds.py"],
-        ["test_tiles.py", "-k", "tcp-3 or local-3 or local-mapped-3"],
-        ["test_contract.py", "-k", "tcp-3 or local-3 or local-mapped-3"],
+        ["test_tiles.py", "-k", "tcp-lending-2 or local-3 or local-mapped-3"],
+        ["test_contract.py", "-k", "tcp-lending-2 or local-3 or local-mapped-3"],
     ],
     ids=lambda tests: tests[0],
 )

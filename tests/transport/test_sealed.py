@@ -1,4 +1,4 @@
-"""Memory that others may map: what its owner can do with it, what nobody can, and what a reader refuses to map."""
+"""Memory that others may map: who can do what with it, when it is handed over for good, and its large pages."""
 
 import ctypes
 import fcntl
@@ -6,18 +6,35 @@ import gc
 import mmap
 import os
 import resource
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
+import numpy as np
 import pytest
 
+import tensorhub
+from tensorhub.memory import host_copies, host_memory
+from tensorhub.memory.digests import build_manifest
+from tensorhub.memory.fill import FillSink
+from tensorhub.memory.host_copies import can_offload, offload
+from tensorhub.memory.host_memory import Room
+from tensorhub.memory.registration import Registration, register
+from tensorhub.memory.streams import host_view
 from tensorhub.transport import sealed
+from tensorhub.transport.base import Export, Progress
+from tensorhub.transport.native import load
 from tensorhub.transport.ranges import Addresses
-from tensorhub.transport.sealed import Foreign, Sealed, Unmappable, moved_to, regions_of
+from tensorhub.transport.sealed import HUGE_BYTES, Foreign, Sealed, Shared, Unmappable, moved_to, regions_of
 
-needs_memfd = pytest.mark.skipif(bool(sealed.why_not()), reason=sealed.why_not() or "there")
-pytestmark = needs_memfd
+from . import kit
+from .conftest import Make
+from .kit import DEADLINE_S, MIB, Local, Pieces, Target, content, read_all
+
+pytestmark = pytest.mark.skipif(bool(sealed.why_not()), reason=sealed.why_not() or "there")
 SIZE = (2 << 20) + 12_345
 
 
@@ -30,21 +47,29 @@ def collected(nothing_left_behind: None) -> Iterator[None]:
 
 def maps() -> int:
     """How many mappings of such memory this process has."""
-    with open("/proc/self/maps") as file:
-        return sum("memfd:tensorhub" in line for line in file)
+    return Path("/proc/self/maps").read_text().count("memfd:tensorhub")
 
 
-@pytest.mark.parametrize("size", [1, 4096, SIZE, 5 << 20])
-def test_what_the_owner_writes_the_other_sees(size: int) -> None:
+@pytest.mark.parametrize("size", [1, 4096, SIZE])
+def test_what_the_owner_writes_the_other_sees_until_it_lets_go(size: int) -> None:
+    before = maps()
     ours = Sealed(size)
     theirs = Foreign(ours.descriptor, size)
     ctypes.memset(ours.address, 7, size)
+    view = (ctypes.c_char * 1).from_address(ours.address)
+    view.owner = ours  # type: ignore[attr-defined]
+    del ours
+    assert maps() == before + 2
+    del view
+    gc.collect()
     assert ctypes.string_at(theirs.address, size) == b"\7" * size
     theirs.close()
     theirs.close()
+    assert maps() == before
+    assert not regions_of(Addresses.of_ranges([(4096, 1)]))
 
 
-def test_nobody_cuts_it_short_maps_it_to_write_or_writes_to_it() -> None:
+def test_other_processes_cannot_cut_it_short_or_write_to_it() -> None:
     ours = Sealed(SIZE)
     for act in (
         lambda: os.ftruncate(ours.descriptor, 4096),
@@ -57,30 +82,6 @@ def test_nobody_cuts_it_short_maps_it_to_write_or_writes_to_it() -> None:
             act()
 
 
-def test_it_is_given_back_with_its_last_view() -> None:
-    before = maps()
-    ours = Sealed(SIZE)
-    view = (ctypes.c_char * 5).from_address(ours.address)
-    view.owner = ours  # type: ignore[attr-defined]
-    del ours
-    assert maps() == before + 1
-    del view
-    gc.collect()
-    assert maps() == before
-    assert not regions_of(Addresses.of_ranges([(4096, 1)]))
-
-
-def test_the_other_keeps_it_until_it_lets_go() -> None:
-    before = maps()
-    ours = Sealed(SIZE)
-    ctypes.memset(ours.address, 9, SIZE)
-    theirs = Foreign(ours.descriptor, SIZE)
-    del ours
-    assert ctypes.string_at(theirs.address, SIZE) == b"\11" * SIZE
-    theirs.close()
-    assert maps() == before
-
-
 def unsealed(seals: int, size: int, flags: int = sealed.ALLOW_SEALING) -> int:
     descriptor = os.memfd_create("lie", flags | sealed.CLOEXEC)
     os.ftruncate(descriptor, size)
@@ -89,7 +90,7 @@ def unsealed(seals: int, size: int, flags: int = sealed.ALLOW_SEALING) -> int:
     return descriptor
 
 
-def test_what_may_be_cut_short_is_not_mapped(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_what_may_be_cut_short_or_written_to_is_not_mapped(tmp_path: Path) -> None:
     ordinary = tmp_path / "file"
     ordinary.write_bytes(bytes(SIZE))
     pipe = os.pipe()
@@ -107,19 +108,19 @@ def test_what_may_be_cut_short_is_not_mapped(tmp_path) -> None:  # type: ignore[
         with pytest.raises(Unmappable, match=why):
             Foreign(descriptor, SIZE)
         os.close(descriptor)
-
-
-def test_pages_that_may_be_missing_are_not_mapped() -> None:
-    """Of hugetlbfs, where a page that is not reserved is a SIGBUS."""
+    writable = unsealed(sealed.SEAL_SHRINK | sealed.SEAL_SEAL, 4096)
+    with pytest.raises(Unmappable, match="to write"):
+        Shared(writable, 4096)
+    os.close(writable)
     try:
-        descriptor = os.memfd_create("huge", sealed.ALLOW_SEALING | sealed.CLOEXEC | os.MFD_HUGETLB)
-        os.ftruncate(descriptor, 2 << 20)
+        huge = os.memfd_create("huge", sealed.ALLOW_SEALING | sealed.CLOEXEC | os.MFD_HUGETLB)
+        os.ftruncate(huge, 2 << 20)
     except OSError as error:
-        pytest.skip(f"no hugetlbfs here: {error}")
-    fcntl.fcntl(descriptor, sealed.ADD_SEALS, sealed.SEAL_SHRINK)
+        pytest.skip(f"no hugetlbfs here, where a page that is not reserved is a SIGBUS: {error}")
+    fcntl.fcntl(huge, sealed.ADD_SEALS, sealed.SEAL_SHRINK)
     with pytest.raises(Unmappable, match="missing"):
-        Foreign(descriptor, 4096)
-    os.close(descriptor)
+        Foreign(huge, 4096)
+    os.close(huge)
 
 
 def test_no_descriptor_left_is_no_such_memory() -> None:
@@ -136,8 +137,11 @@ def test_no_descriptor_left_is_no_such_memory() -> None:
 
 FORK = """
 import ctypes, os
+import numpy as np
+from tensorhub.memory.registration import register
+from tensorhub.transport import sealed
 from tensorhub.transport.sealed import Foreign, Sealed
-ours, tensors = Sealed(5000), Sealed(5000, is_inherited=True)
+ours, tensors, large = Sealed(5000), Sealed(5000, is_inherited=True), Sealed(64 << 20)
 theirs = Foreign(ours.descriptor, 5000)
 ctypes.memset(tensors.address, 3, 5000)
 child = os.fork()
@@ -147,7 +151,9 @@ if not child:
     value = ctypes.string_at(tensors.address, 1)
     del ours, tensors  # unmaps nothing here
     still = open("/proc/self/maps").read().count("memfd:tensorhub")
-    ok = names == [os.devnull] * 2 and (found, value, still) == (1, b"\\3", 1)
+    arrays = [np.empty(5 << 20, np.uint8) for _ in range(12)]  # perhaps where the parent's memory lies
+    known = [sealed.large_of(register({"w": array}).stream.addresses()) for array in arrays]
+    ok = names == [os.devnull] * 2 and (found, value, still) == (1, b"\\3", 1) and not any(known)
     os._exit(0 if ok else 1)
 _, status = os.waitpid(child, 0)
 theirs.close()
@@ -156,20 +162,16 @@ print(os.waitstatus_to_exitcode(status), open("/proc/self/maps").read().count("m
 
 
 @pytest.mark.processes
-def test_a_forked_child_keeps_nothing_alive_but_tensors() -> None:
+def test_a_forked_child_keeps_and_knows_nothing_but_tensors() -> None:
     done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["0", "2"], done.stderr
+    assert done.stdout.split() == ["0", "3"], done.stderr
 
 
-def test_memory_that_was_made_one_after_the_other_can_be_mapped_all_the_same() -> None:
-    """The kernel likes to put the new beside the old, and what lies near together is read as one."""
-    every = [Sealed(4096) for _ in range(20)]
+def test_addresses_are_found_and_moved_only_as_a_whole() -> None:
+    every = [Sealed(4096) for _ in range(20)]  # the kernel likes to put the new beside the old
     ranges = [(each.address + 5, 4000) for each in sorted(every, key=lambda each: each.address)]
     for at in range(0, len(every), 5):
         assert len(regions_of(Addresses.of_ranges(ranges[at : at + 5]))) == 5
-
-
-def test_addresses_are_moved_only_as_a_whole() -> None:
     one, other = Sealed(8192), Sealed(8192)
     both = Addresses.of_ranges([(one.address + 5, 100), (other.address, 8192), (one.address + 300, 1)])
     assert set(regions_of(both)) == {one, other}
@@ -181,3 +183,260 @@ def test_addresses_are_moved_only_as_a_whole() -> None:
     for regions in ([(one.address, 8192, 0)], [(one.address, 8192, 0), (other.address, 10, 0)], []):
         with pytest.raises(ValueError, match="outside"):
             moved_to(outside, regions)
+
+
+# -- handed over for good ----------------------------------------------------------------------------------------------
+
+
+CHUNK = 64 * 1024
+KEPT_BYTES = 40 * CHUNK + 777
+
+
+class Keeper(Target):
+    """A sink that keeps the source's memory, and wants no chunk."""
+
+    shares = True
+    memory: Shared | None = None
+    address = 0
+
+    def share(self, memory: object, address: int) -> None:
+        assert isinstance(memory, Shared)
+        self.memory, self.address = memory, address
+
+    def begin(self, manifest: bytes) -> Sequence[int]:
+        super().begin(manifest)
+        return ()
+
+    @property
+    def kept(self) -> bytes:
+        assert self.memory is not None
+        return ctypes.string_at(self.address, KEPT_BYTES)
+
+
+def whole(memory: Sealed | Shared, *, done: bool = True) -> Export:
+    if isinstance(memory, Sealed):
+        ctypes.memmove(memory.address, bytes(content(KEPT_BYTES)), KEPT_BYTES)
+    stream = Pieces(host_view(memory.address, KEPT_BYTES, memory))  # type: ignore[arg-type]
+    stream.addresses = lambda: Addresses.of_ranges([(memory.address, KEPT_BYTES)])  # type: ignore[method-assign]
+    return Export("k", b"manifest", CHUNK, stream, Progress(-(-KEPT_BYTES // CHUNK), complete=done))
+
+
+def kept_from(local: Local, export: Export) -> Keeper:
+    source, sink = local(), Keeper(content(KEPT_BYTES), CHUNK)
+    source.export(export)
+    assert read_all(local(), source.endpoint, "k", sink) is None
+    return sink
+
+
+def rights(address: int) -> str:
+    """What may be done at that address."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        where, what = line.split()[:2]
+        first, last = (int(each, 16) for each in where.split("-"))
+        if first <= address < last:
+            return what
+    return ""
+
+
+def test_what_is_whole_is_handed_over_for_good_and_can_be_handed_on(local: Local) -> None:
+    memory = Sealed(KEPT_BYTES, may_freeze=True)
+    export = whole(memory)
+    assert rights(memory.address).startswith("rw")
+    first = kept_from(local, export)
+    assert first.memory is not None
+    assert not any(first.buffer), "no chunk was read"
+    for one, address in ((memory, memory.address), (first.memory, first.address)):
+        assert rights(address).startswith("r-")
+        with pytest.raises(OSError, match="not permitted"):
+            os.pwrite(one.descriptor, b"x", 0)
+        with pytest.raises(OSError, match="not permitted"):
+            sealed.Mapping(one.descriptor, KEPT_BYTES, mmap.PROT_READ | mmap.PROT_WRITE)
+    del memory, export, one
+    second = kept_from(local, whole(first.memory))
+    assert first.kept == second.kept == bytes(content(KEPT_BYTES))
+    assert second.memory is not None
+    assert os.fstat(second.memory.descriptor).st_ino == os.fstat(first.memory.descriptor).st_ino
+
+
+@pytest.mark.parametrize("case", ["tensors", "unfinished", "ordinary memory", "not asked", "withdrawn"])
+def test_what_may_still_be_written_is_not_handed_over(local: Local, case: str) -> None:
+    memory = Sealed(KEPT_BYTES, may_freeze=case != "tensors")
+    export, sink = whole(memory, done=case != "unfinished"), Keeper(content(KEPT_BYTES), CHUNK)
+    if case == "ordinary memory":
+        export = kit.full("k", content(KEPT_BYTES), CHUNK)
+    sink.shares = case != "not asked"
+    source = local()
+    source.export(export)
+    if case == "withdrawn":
+        assert source.withdraw("k", timeout_s=DEADLINE_S)
+    error = read_all(local(silence_s=0.5), source.endpoint, "k", sink)
+    assert (error is not None) == (case == "withdrawn")
+    assert sink.memory is None
+    assert not memory.is_frozen
+    assert rights(memory.address).startswith("rw")
+    ctypes.memset(memory.address, 1, KEPT_BYTES)
+
+
+def test_one_holder_counts_the_memory_and_another_once_that_one_is_gone_or_killed() -> None:
+    memory = Sealed(SIZE, may_freeze=True)
+    assert memory.freeze()
+    one, two = (Shared(memory.descriptor, SIZE) for _ in range(2))
+    assert [one.counts_here, two.counts_here] == [False, False]
+    del memory
+    assert [one.counts_here, two.counts_here, one.counts_here] == [True, False, True]
+    del one
+    assert two.counts_here
+    program = (
+        "import sys; from tensorhub.transport.sealed import Sealed; memory = Sealed(4096, may_freeze=True);"
+        "assert memory.freeze(); print(memory.descriptor, flush=True); sys.stdin.read()"
+    )
+    child = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdin is not None
+    assert child.stdout is not None
+    theirs = os.open(f"/proc/{child.pid}/fd/{int(child.stdout.readline())}", os.O_RDWR)
+    try:
+        mine = Shared(theirs, 4096)
+        assert not mine.counts_here
+        os.kill(child.pid, signal.SIGKILL)
+        child.wait(DEADLINE_S)
+        assert mine.counts_here
+    finally:
+        os.close(theirs)
+        child.stdin.close()
+        child.stdout.close()
+
+
+# -- large pages: the kernel is asked whether they are there -----------------------------------------------------------
+
+
+def in_smaps(address: int, field: str) -> int:
+    """What the kernel says of the mapping of this process that begins there, in bytes."""
+    is_here, found = False, 0
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        name = line.split()[0]
+        if "-" in name and not name.endswith(":"):
+            is_here = int(name.partition("-")[0], 16) == address
+        elif is_here and name == f"{field}:":
+            found += int(line.split()[1]) << 10
+    return found
+
+
+def large_bytes(address: int) -> int:
+    """How much of it is in large pages."""
+    return in_smaps(address, "ShmemPmdMapped")
+
+
+def why_none() -> str:
+    """Why there can be none here."""
+    if load.library() is None or sealed.why_not():
+        return load.why_not() or sealed.why_not()
+    memory, collapse = Sealed(2 * HUGE_BYTES), ctypes.c_int(25)
+    ctypes.memset(memory.address, 1, 2 * HUGE_BYTES)
+    if ctypes.CDLL(None).madvise(ctypes.c_void_p(memory.address), ctypes.c_size_t(2 * HUGE_BYTES), collapse):
+        return "this kernel makes no large pages of shared memory (Linux 6.1 does)"
+    return ""
+
+
+WHY_NONE = why_none()
+needs_large = pytest.mark.skipif(bool(WHY_NONE), reason=WHY_NONE)
+
+
+def registered(size_bytes: int) -> tuple[np.ndarray, Registration]:
+    array = np.random.default_rng(7).integers(0, 256, size_bytes, dtype=np.uint8)
+    return array, register({"w": array})
+
+
+@needs_large
+@pytest.mark.parametrize("kind", ["tcp-3", "local-3"], indirect=True)
+@pytest.mark.parametrize("how", ["copied out", "fetched"])
+def test_host_copies_lie_in_large_pages(make: Make, how: str) -> None:
+    array, registration = registered(21 * MIB + 5)
+    copy, manifest = host_copies.on_host(registration), build_manifest(registration, MIB)
+    if how == "copied out":
+        assert can_offload(registration.stream, copy.stream, manifest)
+        assert offload(
+            registration.stream, copy.stream, manifest, verify=True, judge=lambda *_: None, is_over=lambda: False
+        )
+    else:
+        source, reader = make(), make()
+        progress = Progress(manifest.chunk_count, complete=True)
+        source.export(Export("k", manifest.encode(), MIB, registration.stream, progress))
+        sink = FillSink(copy, str(manifest.root()), verify="full")
+        assert read_all(reader, source.endpoint, "k", sink) is None  # type: ignore[arg-type]
+    (piece,) = copy.pieces
+    assert ctypes.string_at(piece.address, piece.size_bytes) == array.tobytes()
+    assert large_bytes(piece.address) == 20 * MIB  # the last pages are no whole large one
+
+
+@needs_large
+def test_what_is_there_or_written_meanwhile_stays() -> None:
+    memory = Sealed(8 * MIB)
+    before = np.random.default_rng(8).integers(0, 256, 8 * MIB, dtype=np.uint8).tobytes()
+    ctypes.memmove(memory.address, before, len(before))
+    assert memory.have_large_pages(0, 8 * MIB)
+    assert memory.have_large_pages(0, 8 * MIB)  # asked for already
+    assert ctypes.string_at(memory.address, len(before)) == before
+    assert large_bytes(memory.address) == 8 * MIB
+    wanted = np.arange(4 * MIB, dtype=np.uint32)
+    for _ in range(5):
+        memory, begun = Sealed(16 * MIB), threading.Barrier(2)
+        view = np.ctypeslib.as_array((ctypes.c_uint32 * len(wanted)).from_address(memory.address))
+
+        def write(view: np.ndarray = view, begun: threading.Barrier = begun) -> None:
+            begun.wait()
+            for first in range(0, len(wanted), 4096):
+                view[first : first + 4096] = wanted[first : first + 4096]
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        begun.wait()
+        memory.have_large_pages(0, 16 * MIB)
+        thread.join()
+        assert np.array_equal(view, wanted)
+
+
+@needs_large
+@pytest.mark.parametrize("is_short", [False, True])
+def test_empty_takes_large_pages_only_where_there_is_room(is_short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = Room((100 if is_short else 1000) * MIB, "memory.max")
+    monkeypatch.setattr(host_memory, "room", lambda: left)
+    monkeypatch.setattr(host_memory, "_arenas", host_memory.Arenas())
+    tensor = tensorhub.empty(70 * MIB, "uint8")
+    memory = regions_of(register({"w": tensor}).stream.addresses())[0]
+    assert in_smaps(memory.address, "Rss") == (0 if is_short else 70 * MIB)
+    tensor[:] = 3
+    assert large_bytes(memory.address) == (0 if is_short else 70 * MIB)
+
+
+@needs_large
+def test_parts_frozen_copies_and_readers_have_large_pages_of_their_own() -> None:
+    part, refused, memory = Sealed(8 * MIB), Sealed(8 * MIB), Sealed(8 * MIB, may_freeze=True)
+    part.have_large_pages(MIB, 5 * MIB)
+    assert refused.large is not None
+    refused.large.is_refused = 1
+    assert not refused.have_large_pages(0, 8 * MIB)
+    for each in (part, refused):
+        ctypes.memset(each.address, 1, 8 * MIB)
+    assert (large_bytes(part.address), large_bytes(refused.address)) == (2 * MIB, 0)
+    memory.have_large_pages(0, 8 * MIB)
+    foreign = Foreign(memory.descriptor, 8 * MIB)
+    assert memory.freeze()
+    for address in (foreign.address, memory.address):
+        assert ctypes.string_at(address, 8 * MIB) == bytes(8 * MIB)
+        assert large_bytes(address) == 8 * MIB
+    foreign.close()
+
+
+@pytest.mark.parametrize("size_bytes", [1, HUGE_BYTES - 1, HUGE_BYTES, HUGE_BYTES + 1, 4 * MIB])
+def test_odd_ranges_and_pages_that_are_being_asked_for_are_left_alone(
+    size_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = Sealed(size_bytes)
+    if memory.large is not None:
+        ctypes.memset(memory.large.asked, 1, size_bytes // HUGE_BYTES)  # by a thread that a fork has left behind
+    for start, stop in ((0, size_bytes), (0, 10 * HUGE_BYTES), (-HUGE_BYTES, size_bytes), (size_bytes, size_bytes)):
+        memory.have_large_pages(start, stop)
+        assert not memory.have_large_pages(start, size_bytes + 1)
+    assert ctypes.string_at(memory.address, size_bytes) == bytes(size_bytes)
+    monkeypatch.setattr(load, "library", lambda: None)
+    assert not sealed.has_large_pages(), "without the mover none are asked for"

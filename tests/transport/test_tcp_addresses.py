@@ -1,4 +1,4 @@
-"""A source with several addresses: each carries its share, and one that is away is left out."""
+"""Addresses of the tcp transport: what is listened on and told, names that are looked up, and several networks."""
 
 import socket
 import threading
@@ -12,82 +12,76 @@ import pytest
 from tensorhub.protocol.errors import SourceLost, UsageError
 from tensorhub.transport.tcp import addresses as tcp_addresses
 from tensorhub.transport.tcp.addresses import advertised_endpoint, format_endpoint, listeners, parse_endpoint
-from tensorhub.transport.tcp.reader import StreamCount
 from tensorhub.transport.tcp.settings import TcpSettings
 from tensorhub.transport.tcp.transport import TcpTransport
+from tensorhub.transport.threads import Thread
 
 from . import kit
-from .kit import MIB, Target, content, full, start_read
+from .conftest import Tcp
+from .kit import DEADLINE_S, MIB, Target, content, full, read_all, start_read
 
-SIZE, CHUNK = 32 * MIB, MIB // 4
-READER = TcpSettings(stream_bytes=MIB, most_streams=2, ahead_bytes=2 * MIB)
+SIZE, CHUNK = 8 * MIB, MIB // 4
+READER = {"streams": 2, "stream_bytes": MIB, "most_streams": 2, "ahead_bytes": 2 * MIB}
 
 
 # -- what is said ------------------------------------------------------------------------------------------------------
 
 
-def test_an_endpoint_of_several_addresses_survives_the_way() -> None:
+def test_endpoints_survive_the_way_and_what_is_none_is_refused() -> None:
     addresses = (("10.0.0.5", 41234), ("fd00::1", 7), ("node-3.example", 65535))
     assert format_endpoint(*addresses) == "tcp://10.0.0.5:41234,[fd00::1]:7,node-3.example:65535"
     assert parse_endpoint(format_endpoint(*addresses)) == addresses
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        "tcp://",
-        "tcp://a:1,",
-        "tcp://a:1,,b:2",
-        "tcp://a:1,b",
-        "tcp://a:1,b:70000",
-        "tcp://a:1,b:2/path",
-        "tcp://a:1,u@b:2",
-        "nixl://a:1",
-        "tcp://" + ",".join(f"a:{port}" for port in range(1, 10)),
-    ],
-)
-def test_what_is_no_endpoint_is_refused(wrong: str) -> None:
-    with pytest.raises(ValueError, match=r"form|limit|[Pp]ort"):
-        parse_endpoint(wrong)
+    wrong = ["tcp://", "tcp://a:1,", "tcp://a:1,,b:2", "tcp://a:1,b", "tcp://a:1,b:70000", "tcp://a:1,b:2/path"]
+    wrong += ["tcp://a:1,u@b:2", "nixl://a:1", "tcp://" + ",".join(f"a:{port}" for port in range(1, 10))]
+    for endpoint in wrong:
+        with pytest.raises(ValueError, match=r"form|limit|[Pp]ort"):
+            parse_endpoint(endpoint)
 
 
 @pytest.mark.parametrize(
     ("host", "advertise", "endpoint"),
     [
+        ("127.0.0.1", None, "tcp://127.0.0.1:7"),
+        ("0.0.0.0", "10.0.0.7", "tcp://10.0.0.7:7"),
+        ("0.0.0.0", "head.example:99", "tcp://head.example:99"),
+        ("::", "[fd00::1]", "tcp://[fd00::1]:7"),
+        ("::", "[fd00::1]:99", "tcp://[fd00::1]:99"),
         ("127.0.0.1, 127.0.0.2", None, "tcp://127.0.0.1:7,127.0.0.2:8"),
         ("lo,127.0.0.2", None, "tcp://127.0.0.1:7,127.0.0.2:8"),
         ("127.0.0.1,127.0.0.2", "a.example,b.example:99", "tcp://a.example:7,b.example:99"),
-        ("127.0.0.1,127.0.0.2", "gate.example:5,gate.example:6,gate.example:7", None),
-        ("127.0.0.1,127.0.0.2", "gate.example", "tcp://gate.example:7"),
+        ("127.0.0.1,127.0.0.2", "a.example:5,a.example:6", "tcp://a.example:5,a.example:6"),
+        ("127.0.0.1,127.0.0.2", "head.example", "tcp://head.example:7"),
     ],
 )
-def test_what_peers_are_told(host: str, advertise: str | None, endpoint: str | None) -> None:
-    told = advertised_endpoint(TcpSettings(host=host, advertise=advertise), [7, 8])
-    assert told == endpoint if endpoint is not None else told.count(",") == 2
+def test_what_peers_are_told(host: str, advertise: str | None, endpoint: str) -> None:
+    ports = [7, 8] if "," in host else [7]
+    assert advertised_endpoint(TcpSettings(host=host, advertise=advertise), ports) == endpoint
 
 
-@pytest.mark.parametrize(
-    ("settings", "what"),
-    [
-        (TcpSettings(host="127.0.0.1,"), "names 'nothing' beside"),
-        (TcpSettings(host="0.0.0.0,127.0.0.1"), "names '0.0.0.0' beside"),
-        (TcpSettings(host="127.0.0.1,lo"), "names 127.0.0.1 twice"),
-        (TcpSettings(host=",".join(f"127.0.0.{at}" for at in range(1, 10))), "names 9 addresses"),
-        (TcpSettings(advertise="a.example:1,b.example"), "has more addresses than host="),
-        (TcpSettings(advertise="a.example,:5"), "is not host or host:port"),
-    ],
-)
-def test_what_makes_no_sense_is_refused_by_name(settings: TcpSettings, what: str) -> None:
-    with pytest.raises(UsageError, match=what):
-        TcpTransport(settings)
+def test_settings_that_make_no_sense_are_refused_by_name() -> None:
+    for settings, what in (
+        ({"host": "127.0.0.1,"}, "names 'nothing' beside"),
+        ({"host": "0.0.0.0,127.0.0.1"}, "names '0.0.0.0' beside"),
+        ({"host": "127.0.0.1,lo"}, "names 127.0.0.1 twice"),
+        ({"host": ",".join(f"127.0.0.{at}" for at in range(1, 10))}, "names 9 addresses"),
+        ({"advertise": "a.example:1,b.example"}, "has more addresses than host="),
+        ({"advertise": "a.example,:5"}, "is not host or host:port"),
+        *(({name: 0}, name) for name in ("silence_s", "streams", "max_connections", "ahead_bytes")),
+    ):
+        with pytest.raises(UsageError, match=what):
+            TcpTransport(TcpSettings(**settings))  # type: ignore[arg-type]
+    with pytest.raises(OSError, match=r"assign|not available"):  # and nothing is listened on
+        listeners(TcpSettings(host="127.0.0.1,192.0.2.7"))
 
 
-def test_all_interfaces_are_those_of_both_families(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_interfaces_are_those_of_both_families_and_never_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    ((host, port),) = parse_endpoint(advertised_endpoint(TcpSettings(host="0.0.0.0"), [7]))
+    assert host != "0.0.0.0"
+    assert port == 7
     (listener,) = listeners(TcpSettings(host="::"))
     with listener:
-        port = listener.getsockname()[1]
         for host in ("127.0.0.1", "::1"):
-            socket.create_connection((host, port), timeout=kit.DEADLINE_S).close()
+            socket.create_connection((host, listener.getsockname()[1]), timeout=DEADLINE_S).close()
     ways = {socket.AF_INET: "10.0.0.5", socket.AF_INET6: "fd00::5"}
     monkeypatch.setattr(tcp_addresses, "_outward_address", lambda family, target: ways[family])
     assert advertised_endpoint(TcpSettings(host="::"), [7]) == "tcp://[fd00::5]:7,10.0.0.5:7"
@@ -100,19 +94,115 @@ def test_all_interfaces_are_those_of_both_families(monkeypatch: pytest.MonkeyPat
         listeners(TcpSettings(host="::"))
 
 
-def test_where_one_address_is_not_of_this_machine_nothing_is_listened_on() -> None:
-    with pytest.raises(OSError, match=r"assign|not available"):
-        listeners(TcpSettings(host="127.0.0.1,192.0.2.7"))
+# -- names -------------------------------------------------------------------------------------------------------------
 
 
-def test_no_fewer_streams_than_addresses() -> None:
-    width = StreamCount(TcpSettings(probe_s=1.0), 1, cores=64, least=3)
-    width.set(3)
-    for at in range(8):
-        assert width.look(100.0 + at, at * 1000) == 3, "a slow link, but there are three of them"
+NAME = "node-17.example"
 
 
-# -- what moves --------------------------------------------------------------------------------------------------------
+class Resolver:
+    """Knows one name, and says nothing before it may."""
+
+    def __init__(self) -> None:
+        self.is_asked, self.may_answer = threading.Event(), threading.Event()
+        self.asked: list[str] = []  # in these threads
+        self._look_up = socket.getaddrinfo
+
+    def __call__(self, host: str, *arguments: object, **named: object) -> object:
+        if host == NAME:
+            self.asked.append(threading.current_thread().name)
+            self.is_asked.set()
+            assert self.may_answer.wait(2 * DEADLINE_S)
+            host = "127.0.0.1"
+        return self._look_up(host, *arguments, **named)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def resolver(nothing_left_behind: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Resolver]:
+    found = Resolver()
+    monkeypatch.setattr(tcp_addresses, "_questions", {})
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+    yield found
+    found.may_answer.set()
+
+
+def by_name(source: TcpTransport) -> str:
+    ((_, port),) = parse_endpoint(source.endpoint)
+    return format_endpoint((NAME, port))
+
+
+def test_what_is_not_found_is_lost_and_asked_again(tcp: Tcp, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, asked = tcp(), []
+
+    def refuse(host: str, *_: object, **__: object) -> object:
+        asked.append(host)
+        raise socket.gaierror(socket.EAI_NONAME, "it is known nowhere")
+
+    for name in ("x" * 70 + ".example", "[fe80::1%nowhere]"):
+        error = read_all(reader, f"tcp://{name}:9", "k", Target(content(CHUNK), CHUNK))
+        assert isinstance(error, SourceLost)
+        assert "cannot find the host" in str(error)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    for _ in range(2):
+        error = read_all(reader, f"tcp://{NAME}:9", "k", Target(content(CHUNK), CHUNK))
+        assert isinstance(error, SourceLost)
+        assert "it is known nowhere" in str(error)
+    assert asked == [NAME, NAME]
+
+
+@pytest.mark.parametrize("how", ["the read is stopped", "its worker closes"])
+def test_a_read_ends_though_the_resolver_does_not_answer(resolver: Resolver, tcp: Tcp, how: str) -> None:
+    reader = tcp(connect_s=2 * DEADLINE_S)
+    read, ended = start_read(reader, f"tcp://{NAME}:9", "k", Target(content(CHUNK), CHUNK))
+    assert resolver.is_asked.wait(DEADLINE_S)
+    if how == "its worker closes":
+        reader.close()
+    else:
+        read.stop()
+    assert ended.wait() is None
+    assert not resolver.may_answer.is_set()
+    resolver.may_answer.set()
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_late_answer_serves_the_next_read_unless_it_is_old(
+    resolver: Resolver, tcp: Tcp, is_old: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right, source, reader = content(4 * CHUNK), tcp(), tcp(streams=1, connect_s=0.05)
+    source.export(full("k", right, CHUNK))
+    for _ in range(2):
+        error = read_all(reader, by_name(source), "k", Target(right, CHUNK))
+        assert isinstance(error, SourceLost)
+        assert f"within 0.05 s where {NAME} is" in str(error)
+    (question,) = tcp_addresses._questions.values()
+    resolver.may_answer.set()
+    assert question.wait(DEADLINE_S, lambda: False)
+    if is_old:
+        monkeypatch.setattr(tcp_addresses, "_KEPT_S", -1.0)
+    kit.until(lambda: read_all(reader, by_name(source), "k", Target(right, CHUNK)) is None, "it is found")
+    assert is_old == (len(resolver.asked) > 1), "all of them have waited for one question"
+
+
+@pytest.mark.parametrize("is_name", [True, False])
+def test_where_no_thread_may_be_started_the_read_asks_by_itself_and_for_numbers_none_is(
+    resolver: Resolver, tcp: Tcp, is_name: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = Thread.start
+
+    def limited(thread: Thread) -> None:
+        if thread.name == "tensorhub-find-host":
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    monkeypatch.setattr(Thread, "start", limited)
+    right, source = content(CHUNK), tcp()
+    source.export(full("k", right, CHUNK))
+    resolver.may_answer.set()
+    assert read_all(tcp(), by_name(source) if is_name else source.endpoint, "k", Target(right, CHUNK)) is None
+    assert resolver.asked == ["tensorhub-tcp-read-0"] * is_name
+
+
+# -- several networks --------------------------------------------------------------------------------------------------
 
 
 class Wires:
@@ -151,7 +241,7 @@ class Wires:
                 other.sendall(data)
                 self.carried_bytes += len(data) if is_counted else 0
                 if is_counted and 0 < self.pause_at <= self.carried_bytes:
-                    self.may_go_on.wait(kit.DEADLINE_S)
+                    self.may_go_on.wait(DEADLINE_S)
         for end in (one, other):
             shut(end)
 
@@ -175,137 +265,54 @@ def shut(end: socket.socket) -> None:
 
 
 @contextmanager
-def source_behind(*hosts: str) -> Iterator[tuple[TcpTransport, list[Wires]]]:
+def source_behind(tcp: Tcp, right: bytearray, *hosts: str) -> Iterator[list[Wires]]:
     """A source that is reached at these hosts, each with wires of its own."""
     with ExitStack() as stack:
-        source = TcpTransport()
-        stack.callback(source.close)
+        source = tcp()
+        source.export(full("k", right, CHUNK))
         (inner,) = parse_endpoint(source.endpoint)
         wires = [Wires(socket.create_server((host, 0)), inner) for host in hosts]
         for each in wires:
             stack.callback(each.close)
-        yield source, wires
+        yield wires
 
 
 def endpoint_of(wires: list[Wires]) -> str:
     return format_endpoint(*[each.address for each in wires])
 
 
-@pytest.mark.usefixtures("mover")
-def test_each_address_carries_its_share() -> None:
-    right = content(SIZE)
-    reader = TcpTransport(READER)
-    try:
-        with source_behind("127.0.0.1", "127.0.0.2") as (source, wires):
-            source.export(full("k", right, CHUNK))
+@pytest.mark.parametrize("gates", [None, {SIZE // CHUNK: kit.Gate()}], ids=["native", "python"])
+@pytest.mark.parametrize("away", [None, 0, 1])
+def test_each_address_carries_its_share_and_one_that_is_away_is_left_out(
+    tcp: Tcp, away: int | None, gates: dict[int, kit.Gate] | None
+) -> None:
+    right, reader = content(SIZE), tcp(**READER)
+    with source_behind(tcp, right, "127.0.0.1", "127.0.0.2") as wires:
+        target = Target(right, CHUNK, gates=gates)
+        if away is None:
             wires[0].pause_at = SIZE // 4
-            target = Target(right, CHUNK)
-            read, ended = start_read(reader, endpoint_of(wires), "k", target)
+        else:
+            wires[away].cut()
+        read, ended = start_read(reader, endpoint_of(wires), "k", target)
+        if away is None:
             kit.until(lambda: wires[1].carried_bytes > SIZE // 4, "the second address carries its share")
             wires[0].may_go_on.set()
-            assert ended.wait() is None
-            assert target.buffer == right
-            assert read.path.startswith("2 streams to 2 of 2 addresses")
-            assert sum(each.carried_bytes for each in wires) < 1.1 * SIZE
-    finally:
-        reader.close()
+        assert ended.wait() is None
+        assert target.buffer == right
+        assert f"to {2 if away is None else 1} of 2 addresses" in read.path
+        assert sum(each.carried_bytes for each in wires) < 1.1 * SIZE
+        assert away is None or wires[away].carried_bytes == 0
 
 
-@pytest.mark.usefixtures("mover")
-@pytest.mark.parametrize("away", [0, 1])
-def test_an_address_that_is_away_is_left_out(away: int) -> None:
-    right = content(SIZE)
-    reader = TcpTransport(READER)
-    try:
-        with source_behind("127.0.0.1", "127.0.0.2") as (source, wires):
-            source.export(full("k", right, CHUNK))
-            wires[away].cut()
-            target = Target(right, CHUNK)
-            read, ended = start_read(reader, endpoint_of(wires), "k", target)
-            assert ended.wait() is None
-            assert target.buffer == right
-            assert "to 1 of 2 addresses" in read.path
-            assert wires[away].carried_bytes == 0
-    finally:
-        reader.close()
-
-
-def test_a_first_address_that_says_nothing_is_given_up_early() -> None:
-    right = content(SIZE)
-    reader = TcpTransport(replace(READER, try_s=0.05, connect_s=kit.DEADLINE_S))
+def test_addresses_that_say_nothing_or_belong_to_another_program_are_left_out(tcp: Tcp) -> None:
+    right, reader = content(SIZE), tcp(**READER, try_s=0.05, connect_s=DEADLINE_S)
     with ExitStack() as stack:
-        stack.callback(reader.close)
         full_house = stack.enter_context(socket.create_server(("127.0.0.3", 0), backlog=0))
-        for _ in range(4):  # who comes now gets no answer
+        for _ in range(4):  # a reader that comes now gets no answer
             guest = stack.enter_context(socket.socket())
             guest.setblocking(False)
             guest.connect_ex(full_house.getsockname())
-        source, wires = stack.enter_context(source_behind("127.0.0.2"))
-        source.export(full("k", right, CHUNK))
-        target = Target(right, CHUNK)
-        endpoint = format_endpoint(full_house.getsockname(), wires[0].address)
-        assert kit.read_all(reader, endpoint, "k", target) is None
-        assert target.buffer == right
-
-
-def test_an_address_that_is_lost_in_mid_read_costs_what_was_under_way() -> None:
-    """The read ends with `SourceLost`, as for any stream that is lost; the next one does without that address."""
-    right = content(SIZE)
-    gate = kit.Gate()
-    reader = TcpTransport(READER)
-    try:
-        with source_behind("127.0.0.1", "127.0.0.2") as (source, wires):
-            source.export(full("k", right, CHUNK))
-            target = Target(right, CHUNK, gates={SIZE // CHUNK // 2: gate})
-            _, ended = start_read(reader, endpoint_of(wires), "k", target)
-            assert gate.reached.wait(kit.DEADLINE_S)
-            kit.until(lambda: wires[1].carried_bytes > 0, "both addresses carry something")
-            wires[1].cut()
-            gate.release.set()
-            error = ended.wait()
-            assert error is None or isinstance(error, SourceLost)
-            left = [chunk for chunk in range(SIZE // CHUNK) if not target.progress.has(chunk)]
-            assert len(left) < SIZE // CHUNK
-            again = Target(right, CHUNK, wanted=left)
-            assert kit.read_all(reader, endpoint_of(wires), "k", again) is None
-    finally:
-        reader.close()
-
-
-def test_each_stream_leaves_from_the_address_of_its_own_network() -> None:
-    right = content(SIZE)
-    reader = TcpTransport(replace(READER, host="127.0.0.3,127.0.0.4"))
-    try:
-        with source_behind("127.0.0.1", "127.0.0.2") as (source, wires):
-            source.export(full("k", right, CHUNK))
-            assert kit.read_all(reader, endpoint_of(wires), "k", Target(right, CHUNK)) is None
-            assert [each.peers for each in wires] == [["127.0.0.3"], ["127.0.0.4"]]
-    finally:
-        reader.close()
-
-
-def test_where_that_does_not_get_through_the_first_stream_leaves_from_anywhere() -> None:
-    right = content(SIZE)
-    reader = TcpTransport(READER)
-    reader.settings = replace(reader.settings, leave_from=("::1", "::1"))  # of another family
-    try:
-        with source_behind("127.0.0.1", "127.0.0.2") as (source, wires):
-            source.export(full("k", right, CHUNK))
-            assert kit.read_all(reader, endpoint_of(wires), "k", Target(right, CHUNK)) is None
-            assert len(wires[0].peers) == 1
-            assert wires[1].peers == []
-    finally:
-        reader.close()
-
-
-@pytest.mark.usefixtures("mover")
-def test_an_address_of_another_program_is_left_out() -> None:
-    """It takes the connection, and says nothing that a source would say."""
-    right = content(SIZE)
-    reader = TcpTransport(READER)
-    with ExitStack() as stack:
-        stack.callback(reader.close)
-        rude = stack.enter_context(socket.create_server(("127.0.0.2", 0)))
+        rude = stack.enter_context(socket.create_server(("127.0.0.4", 0)))
 
         def hang_up() -> None:
             with suppress(OSError):
@@ -316,32 +323,56 @@ def test_an_address_of_another_program_is_left_out() -> None:
         thread.start()
         stack.callback(thread.join)
         stack.callback(shut, rude)
-        source, wires = stack.enter_context(source_behind("127.0.0.1"))
-        source.export(full("k", right, CHUNK))
-        target = Target(right, CHUNK)
-        assert kit.read_all(reader, format_endpoint(wires[0].address, rude.getsockname()), "k", target) is None
-        assert target.buffer == right
+        wires = stack.enter_context(source_behind(tcp, right, "127.0.0.2"))
+        for endpoint in (
+            format_endpoint(full_house.getsockname(), wires[0].address),
+            format_endpoint(wires[0].address, rude.getsockname()),
+        ):
+            target = Target(right, CHUNK)
+            assert read_all(reader, endpoint, "k", target) is None
+            assert target.buffer == right
+
+
+def test_an_address_that_is_lost_in_mid_read_costs_what_was_under_way(tcp: Tcp) -> None:
+    """The read ends with `SourceLost`, as for any stream that is lost; the next one does without that address."""
+    right, gate, reader = content(SIZE), kit.Gate(), tcp(**READER)
+    with source_behind(tcp, right, "127.0.0.1", "127.0.0.2") as wires:
+        target = Target(right, CHUNK, gates={SIZE // CHUNK // 2: gate})
+        _, ended = start_read(reader, endpoint_of(wires), "k", target)
+        assert gate.reached.wait(DEADLINE_S)
+        kit.until(lambda: wires[1].carried_bytes > 0, "both addresses carry something")
+        wires[1].cut()
+        gate.release.set()
+        error = ended.wait()
+        assert error is None or isinstance(error, SourceLost)
+        left = [chunk for chunk in range(SIZE // CHUNK) if not target.progress.has(chunk)]
+        assert len(left) < SIZE // CHUNK
+        assert read_all(reader, endpoint_of(wires), "k", Target(right, CHUNK, wanted=left)) is None
+
+
+def test_each_stream_leaves_from_its_own_network_or_else_the_first_from_anywhere(tcp: Tcp) -> None:
+    right, reader = content(SIZE), tcp(**READER, host="127.0.0.3,127.0.0.4")
+    for leave_from, peers in ((reader.settings.leave_from, [1, 1]), (("::1", "::1"), [1, 0])):  # of another family
+        reader.settings = replace(reader.settings, leave_from=leave_from)
+        with source_behind(tcp, right, "127.0.0.1", "127.0.0.2") as wires:
+            assert read_all(reader, endpoint_of(wires), "k", Target(right, CHUNK)) is None
+            assert [len(each.peers) for each in wires] == peers
+            assert peers == [1, 0] or [each.peers for each in wires] == [["127.0.0.3"], ["127.0.0.4"]]
 
 
 @pytest.mark.usefixtures("no_collector")
-def test_a_closed_transport_waits_for_no_collector() -> None:
+def test_a_source_serves_at_each_of_its_addresses_and_a_closed_one_waits_for_no_collector(tcp: Tcp) -> None:
+    right, reader = content(SIZE), tcp()
+
     def closed() -> "weakref.ref[object]":
-        transport = TcpTransport(TcpSettings(host="127.0.0.1,127.0.0.2"))
-        transport.close()
-        return weakref.ref(transport._server)
-
-    assert closed()() is None
-
-
-def test_a_source_serves_at_each_of_its_addresses() -> None:
-    right = content(SIZE)
-    source, reader = TcpTransport(TcpSettings(host="127.0.0.1,127.0.0.2")), TcpTransport()
-    try:
+        source = TcpTransport(TcpSettings(host="127.0.0.1,127.0.0.2"))
         source.export(full("k", right, CHUNK))
         addresses = parse_endpoint(source.endpoint)
         assert [host for host, _ in addresses] == ["127.0.0.1", "127.0.0.2"]
         for address in addresses:
-            assert kit.read_all(reader, format_endpoint(address), "k", Target(right, CHUNK)) is None
-    finally:
-        reader.close()
+            assert read_all(reader, format_endpoint(address), "k", Target(right, CHUNK)) is None
         source.close()
+        return weakref.ref(source._server)
+
+    left = closed()
+    kit.until(lambda: left() is None, "nothing holds it")

@@ -1,0 +1,87 @@
+"""The choice among transports, and sources that cannot be within reach: rules, so tables and properties."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tensorhub.runtime.content import out_of_reach
+from tensorhub.transport.base import PREFERENCE, choose, scheme_of
+from tensorhub.transport.local.memory import Place, format_endpoint, here
+
+LOCAL, NIXL, TCP = "local://a.1.2.3/x", "nixl://a", "tcp://10.0.0.7:1"
+NOT_OFFERED = "the source does not offer it"
+
+
+@pytest.mark.parametrize(
+    ("offered", "here", "excluded", "ways", "reasons"),
+    [
+        ((TCP, LOCAL), ("local", "tcp"), {}, [(LOCAL, ""), (TCP, "")], ()),
+        ((LOCAL, TCP), ("tcp", "local"), {}, [(TCP, ""), (LOCAL, "")], ()),
+        (
+            *((LOCAL, TCP), ("local", "nixl", "tcp"), {LOCAL: "far"}),
+            *([(TCP, f"local: far; nixl: {NOT_OFFERED}")], ("local: far", f"nixl: {NOT_OFFERED}")),
+        ),
+        (
+            *((NIXL, LOCAL), ("local", "tcp"), {LOCAL: "refused"}, []),
+            ("local: refused", f"tcp: {NOT_OFFERED}", "nixl: this worker does not have it"),
+        ),
+    ],
+)
+def test_the_readers_order_counts_and_a_fallback_says_why(
+    offered: tuple[str, ...],
+    here: tuple[str, ...],
+    excluded: dict[str, str],
+    ways: list[tuple[str, str]],
+    reasons: tuple[str, ...],
+) -> None:
+    found, said = choose(offered, here, excluded)
+    assert [(way.endpoint, way.why) for way in found] == ways
+    assert said == reasons
+
+
+endpoints = st.builds("{}://{}".format, st.sampled_from([*PREFERENCE, "smoke"]), st.integers(0, 3))
+
+
+@given(st.lists(endpoints, unique=True), st.lists(st.sampled_from(PREFERENCE), unique=True), st.data())
+def test_every_endpoint_is_either_a_way_or_has_its_reason(
+    offered: list[str], here: list[str], data: st.DataObject
+) -> None:
+    excluded = {e: f"because of {e}" for e in offered if data.draw(st.booleans())}
+    ways, reasons = choose(offered, here, excluded)
+    usable = [e for e in offered if scheme_of(e) in here and e not in excluded]
+    assert sorted(way.endpoint for way in ways) == sorted(usable)
+    assert [here.index(way.scheme) for way in ways] == sorted(here.index(way.scheme) for way in ways)
+    said = "; ".join(reasons)
+    for endpoint in set(offered) - set(usable):
+        is_here = scheme_of(endpoint) in here
+        assert (excluded[endpoint] if is_here else f"{scheme_of(endpoint)}: this worker does not have it") in said
+
+
+HERE = here()
+ELSEWHERE = (
+    dataclasses.replace(HERE, boot="0123-4567"),
+    dataclasses.replace(HERE, network_namespace=HERE.network_namespace + 1),
+)
+SAME_HOST = (HERE, dataclasses.replace(HERE, user=HERE.user + 1), dataclasses.replace(HERE, pid_namespace=7))
+
+
+def local(place: Place) -> str:
+    return format_endpoint(place, "some-socket")
+
+
+def test_a_loopback_address_is_read_on_its_own_host_only() -> None:
+    for place in ELSEWHERE:
+        for endpoint in ("tcp://127.0.0.1:4000", "tcp://[::1]:4000", "nixl://127.0.1.1:1,127.0.0.1:2"):
+            found = out_of_reach((local(place), endpoint))
+            assert list(found) == [endpoint]
+            assert endpoint.partition("//")[2].split(",")[0].rpartition(":")[0].strip("[]") in found[endpoint]
+            assert "TENSORHUB_HOST" in found[endpoint]
+    for place in SAME_HOST:
+        assert out_of_reach((local(place), "tcp://127.0.0.1:4000")) == {}
+    one_is_enough, a_name = "tcp://127.0.0.1:1,10.0.0.7:2", "tcp://head:4000"
+    for endpoint in (TCP, one_is_enough, a_name, "tcp://127.0.0.1:port", "smoke://127.0.0.1:4000"):
+        assert out_of_reach((local(ELSEWHERE[0]), endpoint)) == {}
+    for unknown in ((), ("tcp://127.0.0.1:4000",), ("local://garbage", "tcp://127.0.0.1:4000")):
+        assert out_of_reach(unknown) == {}
