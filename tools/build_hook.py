@@ -4,7 +4,8 @@ The native mover: with the system's compiler, or else with ziglang, which pip th
 download of 90 MB, for the build only). `TENSORHUB_BUILD` chooses: `auto`, `cc` (the system's only), `zig` (ziglang
 only) or `no`. `make setup` takes `cc`, so that nothing is downloaded for it.
 
-Where nothing is built the package is a plain Python one.
+A wheel for other machines is made with `TENSORHUB_BUILD=zig`: it wants no newer glibc than `manylinux_2_17` says. Each
+architecture is built on a machine of its own. Where nothing is built the package is a plain Python one.
 """
 
 import importlib.util
@@ -31,6 +32,9 @@ class LibrariesHook(BuildHookInterface):  # type: ignore[type-arg]
         if self.target_name != "wheel":
             return
         build = self._module(FOLDER / "build.py")
+        is_portable = build.choice() == "zig" and version != "editable"
+        if is_portable:
+            build.LIBRARY.unlink(missing_ok=True)  # the system's compiler may have made it, for this system only
         self.app.display_info(build.make())
         reason = build.reason_file()
         if reason.exists() and version != "editable":
@@ -38,6 +42,8 @@ class LibrariesHook(BuildHookInterface):  # type: ignore[type-arg]
         if version == "editable":
             return
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        if is_portable:
+            platform = platform.replace("linux", f"manylinux_{build.OLD_GLIBC.replace('.', '_')}", 1)
         if build.stamp() == build.fingerprint() and build.choice() != "no":
             library = FOLDER / build.LIBRARY.name
             build_data["pure_python"] = False

@@ -13,7 +13,6 @@ import pytest
 
 from tensorhub.transport.base import Transport
 from tensorhub.transport.local.transport import LocalSettings, LocalTransport
-from tensorhub.transport.native import load
 from tensorhub.transport.tcp.settings import TcpSettings
 from tensorhub.transport.tcp.transport import TcpTransport
 
@@ -33,15 +32,6 @@ def kind(request: pytest.FixtureRequest) -> kit.Kind:
     if not found.is_settled and "test_nothing_grows" in request.node.name:
         pytest.skip("each of UCX's workers connects when a thread first uses it: test_nixl.py lets them, then counts")
     return found
-
-
-@pytest.fixture(params=["native", "python"])
-def mover(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who moves the bytes: both ways, one after the other."""
-    if request.param == "python":
-        monkeypatch.setattr(load, "library", lambda: None)
-    elif load.library() is None:
-        pytest.skip(f"no native mover: {load.why_not()}")
 
 
 @pytest.fixture(autouse=True)

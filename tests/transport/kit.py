@@ -142,7 +142,6 @@ KINDS = {
         Kind("tcp-python", _tcp(3), _mute_tcp, is_python=True),
         Kind("local-1", _local(1), _mute_local),
         Kind("local-3", _local(3), _mute_local),
-        Kind("local-mapped-1", _local(1), _mute_local, sealed.why_not, is_mapped=True),
         Kind("local-mapped-3", _local(3), _mute_local, sealed.why_not, is_mapped=True),
         Kind("cuda-stand-in", _cuda, _mute_cuda, is_on_device=True),
         Kind("cuda-stand-in-ring", _cuda, _mute_cuda, is_on_device=True, cannot=frozenset({"share"})),

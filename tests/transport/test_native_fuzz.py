@@ -31,7 +31,7 @@ from .native import needs_mover
 
 pytestmark = needs_mover
 
-ROUNDS = int(os.environ.get("FUZZ_ROUNDS", "1500"))
+ROUNDS = int(os.environ.get("FUZZ_ROUNDS", "900"))
 SIZE, CHUNK = 5000, 700
 COUNT = chunk_count(SIZE, CHUNK)
 MARGIN = 256

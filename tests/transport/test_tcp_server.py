@@ -8,8 +8,6 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import cast
 
 import msgspec
 import numpy as np
@@ -22,7 +20,7 @@ from tensorhub.transport.ranges import PIECES, Batches
 from tensorhub.transport.tcp import server as tcp_server
 from tensorhub.transport.tcp import wire as tcp_wire
 from tensorhub.transport.tcp.addresses import parse_endpoint
-from tensorhub.transport.tcp.server import MAX_STRANGERS, Admission, Conversation, Served, TcpServer
+from tensorhub.transport.tcp.server import MAX_STRANGERS, Admission, Conversation
 from tensorhub.transport.tcp.settings import TcpSettings
 from tensorhub.transport.tcp.transport import TcpTransport
 from tensorhub.transport.tcp.wire import GREETING, HEADER, MAGIC, VERSION, Hello, Refusal, Welcome, Wire
@@ -308,46 +306,6 @@ def test_a_reader_that_takes_nothing_is_dropped_in_the_end(tcp: Tcp) -> None:
         kit.until(lambda: source.statistics()["connections_open"] == 0, "both were dropped")
         assert source.statistics()["connections_dropped"] == 2
         assert source.withdraw("k", timeout_s=0.0)
-
-
-class Moving:
-    """As the native mover's part of a connection. While it is counted, another connection begins, or tries to."""
-
-    sent_bytes = 5
-
-    def __init__(self, meanwhile: Callable[[], object] = lambda: None) -> None:
-        self.meanwhile = meanwhile
-
-    def run(self) -> str:
-        return "it has ended"
-
-    def add_to(self, counts: dict[str, int]) -> None:
-        self.meanwhile()
-        counts["sent_bytes"] += self.sent_bytes
-
-
-def test_connections_may_begin_and_end_while_others_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = (Wire(sock, TcpSettings()) for sock in socket.socketpair())
-    server, served, ended = TcpServer(TcpSettings()), cast(Served, SimpleNamespace(sent_bytes=0)), []
-    other = threading.Thread(
-        target=lambda: ended.append(server.serve_natively(second, served, cast(Conversation, Moving()))), daemon=True
-    )
-
-    def begin() -> None:
-        if not other.ident:
-            other.start()
-            other.join(0.2)  # it waits for its turn, or else has begun and ended by now
-
-    try:
-        monkeypatch.setitem(server._moving, first, cast(Conversation, Moving(begin)))
-        assert server.statistics()["sent_bytes"] == 5
-        other.join(5)
-        assert ended == ["it has ended"]
-    finally:
-        monkeypatch.undo()
-        server.close()
-        first.close()
-        second.close()
 
 
 # -- requests that are served ------------------------------------------------------------------------------------------

@@ -82,16 +82,6 @@ def block(said: list[str]) -> Iterator[str]:
         said.append("out")
 
 
-def test_a_scope_is_a_context_manager() -> None:
-    said: list[str] = []
-    with block(said) as given:
-        said.append(given)
-    assert said == ["in", "given", "out"]
-    with block(said):
-        raise KeyError
-    assert said[3:] == ["in", "taken", "out"]
-
-
 @pytest.mark.parametrize("error", [ValueError, StopIteration, RuntimeError, KeyboardInterrupt])
 def test_other_errors_go_on_as_they_were(error: type[BaseException]) -> None:
     said, raised = list[str](), error("this one")

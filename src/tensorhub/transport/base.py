@@ -64,14 +64,11 @@ class Until:
         return ctypes.addressof(self._value)
 
 
-# --- Which chunks of a shard are complete, shared between the threads that fill it and those that serve it.
-#
-# Where the native mover is in use it marks chunks and waits for them as well, so the marks are words of memory that
-# both sides know. Elsewhere they are Python's, under a lock.
+# --- Which chunks of a shard are complete: marks that Python and the mover share, or a lock where there is no mover.
 
 
 class Progress:
-    """A growing set of complete chunks. Thread-safe; `mark`, `fail` and `wake` wake a waiter; nobody polls."""
+    """A growing set of complete chunks. Thread-safe; `mark`, `fail` and `wake` wake a waiter."""
 
     def __init__(self, chunk_count: int, *, complete: bool = False) -> None:
         self.chunk_count = chunk_count
@@ -119,15 +116,11 @@ class Progress:
 
     def mark_all(self, chunks: Iterable[int]) -> None:
         """These are complete, one by one."""
-        library, marks = self._library, self.marks
         for chunk in chunks:
-            if library is None or not 0 <= chunk < self.chunk_count:
-                self.mark(chunk)
-            else:
-                library.mark(marks, chunk)
+            self.mark(chunk)
 
     def fail(self, reason: str) -> None:
-        """No further chunk will come; everybody who waits is told."""
+        """No further chunk will come. Wakes all waiters."""
         with self._changed:
             self._failed = self._failed or reason
             if self.marks is not None:
@@ -136,7 +129,7 @@ class Progress:
         self.wake()
 
     def wake(self) -> None:
-        """Let everybody who waits look again at whether it still wants to."""
+        """Let all waiters look again at whether they still want to wait."""
         if self._library is not None:
             self._library.wake(self.marks)
             return
@@ -146,8 +139,8 @@ class Progress:
     def wait(self, chunk: int, timeout_s: float, given_up: Callable[[], bool] | None = None) -> bool:
         """Wait until the chunk is complete (True), or progress failed, time ran out or the waiter gave up (False).
 
-        `given_up` is asked on every wake-up, perhaps with a lock held: it only looks at a flag. Who sets it calls
-        `wake`.
+        `given_up` is asked on every wake-up, perhaps with a lock held: it only looks at a flag. The thread that
+        sets the flag calls `wake`.
         """
         deadline = time.monotonic() + timeout_s
         if self._library is not None and self.marks is not None:
@@ -168,24 +161,20 @@ class Progress:
             return True
 
 
-# --- What every transport offers: some memory is exported under a key, and a peer reads it chunk by chunk.
+# --- What every transport offers: memory is exported under a key, and a peer reads it chunk by chunk.
 #
-# A transport moves bytes and knows nothing else: a *key* is an opaque string, a *manifest* opaque bytes that travel
-# ahead of the chunks, and whether a chunk is good is for the `Sink` to say. The rules that all of them keep, and that
-# the one contract suite checks for each:
-#
-# 1. A chunk is sent only when the export's `Progress` has it; a source that is itself filling serves what it has and
-# the
-#    rest as it comes, in whatever order its reader asked.
+# A *key* is an opaque string, a *manifest* opaque bytes that travel ahead of the chunks. The `Sink` judges each chunk.
+# Rules, which one contract suite checks for every transport:
+# 1. A chunk is sent only when the export's `Progress` has it. A source that is itself filling serves what it has, and
+#    the rest as it comes, in the order its reader asked for.
 # 2. When `Read.on_end` is called, or `Transport.withdraw` has returned, no thread of this transport touches that memory
-#    again. Until then the memory may not be reused. Where the reader fetches the bytes itself, it cannot be called
-#    back: there nothing that it reads once `withdraw` has begun to return counts, not even to be judged by the sink.
+#    again. A reader that fetches the bytes itself cannot be called back: nothing that it reads once `withdraw` has
+#    begun to return counts, and the sink does not judge it.
 # 3. No wait is unbounded: a peer that says nothing for `silence_s` is lost. A source that has nothing to send says so
-# at
-#    least every `silence_s / 4`.
-# 4. Whatever a peer sends, nothing but its own connection suffers.
+#    at least every `silence_s / 4`.
+# 4. Whatever a peer sends, only its own connection suffers.
 #
-# A sink that is `Piecewise` (`batches`) reads parts of what is exported: what is said of chunks holds for its batches.
+# A `Piecewise` sink reads parts of what is exported: what is said of chunks holds for its batches.
 
 
 MAX_MANIFEST_BYTES = 64 << 20  # 4 million chunks of 16 B: 16 TiB in chunks of 4 MiB
@@ -227,7 +216,7 @@ class Scarce(Protocol):
 
 
 class Sink(Protocol):
-    """Where a read puts its bytes, and who judges them. Called from the transport's threads, several at once."""
+    """Where a read puts its bytes; judges them. Called from the transport's threads, several at once."""
 
     @property
     def is_cross_site(self) -> bool:
@@ -306,7 +295,7 @@ class Taking(Protocol):
     def take(self, chunks: range, digests: Sequence[bytes] | None) -> None:
         """Judge them, and count those that are right. Raises `CorruptTransfer` for the first that is not.
 
-        `digests`: by the device that copied them; empty where the sink is not checking; None where nobody has looked.
+        `digests`: by the device that copied them; empty where the sink is not checking; None where none were made.
         """
         ...
 
@@ -319,9 +308,9 @@ class Sharing(Protocol):
     def shares(self) -> bool: ...
 
     def share(self, memory: object, address: int) -> None:
-        """All bytes of the export lie there, and nobody can change them any more. Called before `begin`, if at all.
+        """All bytes of the export lie there, and can never change. Called before `begin`, if at all.
 
-        They stay there as long as `memory` is known to somebody.
+        They stay there as long as `memory` lives.
         """
         ...
 
@@ -364,7 +353,7 @@ class Transport(Protocol):
         ...
 
     def withdraw(self, key: str, *, timeout_s: float) -> bool:
-        """Let nobody read it any more, cut those who do, and wait until no thread touches it. False: time ran out."""
+        """Let no peer read it any more, cut its readers, and wait until no thread touches it. False: time ran out."""
         ...
 
     def why_not(self, endpoint: str) -> str | None:
@@ -391,11 +380,10 @@ class Transport(Protocol):
         ...
 
 
-# --- Which transport two workers take: a rule. Facts in, the ways to try in order and why not others out.
+# --- Which transport two workers take: the reader tries those that both have, in its own order.
 #
-# The reader decides. It takes its own order of transports, keeps what the source offers too, and leaves out what is
-# known not to work between the two: because the endpoint says so, or because it was tried. A way that is chosen
-# carries why each transport that stands before it in the reader's order is not used; so a fallback is never silent.
+# It leaves out endpoints that are known not to work. A chosen way carries the reason why each transport before it in
+# the reader's order is not used.
 
 
 # from device to device of one host; on one host nothing else beats local; then RDMA and NVLink; tcp always
@@ -440,7 +428,7 @@ def choose(
     return tuple(ways), tuple(reasons)
 
 
-# --- One read, waited for: for who measures or tries a way, and has nothing else to do meanwhile.
+# --- One read, waited for: to measure or to try a way.
 
 
 def read_to_end(transport: Transport, endpoint: str, key: str, sink: Sink, *, within_s: float) -> str:

@@ -211,12 +211,8 @@ def _spans(ranges: Sequence[Range]) -> Iterator[tuple[int, int, list[Range]]]:
 #     for i in range(COUNTS):  for j in range(COUNT):
 #         RUN bytes from PLACE + i * STRIDES + j * STRIDE on
 #
-# Rows make a stream of their own: their runs' bytes in that order. Both ends of a read of pieces speak of that
-# stream: it is cut into batches as another stream is cut into chunks, and lies in rows of the source's stream, and in
-# other rows of the reader's. Numbers that come from a peer are looked at, every one of them, before anything is done
-# with them.
-#
-# It must never: copy a byte, or believe a number.
+# Both ends of a read of another layout speak of the stream that its rows make: it is cut into batches, and lies in rows
+# of the source's stream, and in other rows of the reader's. Every number that comes from a peer is checked first.
 
 
 PLACE, RUN, COUNT, STRIDE, COUNTS, STRIDES = range(6)
@@ -394,12 +390,10 @@ def starts_of(sizes: Sequence[int]) -> "array[int]":
     return array("Q", accumulate(sizes, initial=0))
 
 
-# --- What a reader wants of one source, where it does not want all: tiles of another layout, in batches.
+# --- Batches: what a reader of another layout wants of one source.
 #
-# A reader whose boxes are not the source's wants tiles, of which each lies in rows of the source's stream (`rows`). It
-# puts a few whole tiles into a *batch*, which is to such a read what a chunk is to another one: asked for, sent,
-# judged and counted by its number. A tile has a digest of its own, so that a batch is judged whatever it was put
-# together of.
+# A tile lies in rows of the source's stream. A few whole tiles make a *batch*, which is asked for, sent, judged and
+# counted by its number, as a chunk is. Each tile has a digest of its own.
 #
 #     reader  PIECES    once on each connection, after the greetings and the manifest: its batches
 #     source  WAITING   it has taken them in; or GONE, where there is no room
@@ -407,11 +401,9 @@ def starts_of(sizes: Sequence[int]) -> "array[int]":
 #     source  CHUNK     a batch's bytes; LENT, WAITING, GONE as ever
 #     source  READY     where the reader fetches bytes itself, unless it wants that batch sent
 #
-# The body of PIECES is numbers of 8 bytes, little-endian: how many batches, how many rows, for each batch how many
-# rows it has (and its flags in the upper half), and the rows. A source looks at all of them before it does anything,
-# and has room for so many only. It sends a batch as soon as it has all chunks that the batch takes bytes from.
-#
-# It must never: be trusted before it was checked.
+# The body of PIECES is numbers of 8 bytes, little-endian: how many batches, how many rows, for each batch how many rows
+# it has (and its flags in the upper half), and the rows. A source checks all of them before it does anything, has room
+# for so many only, and sends a batch as soon as it has all chunks that the batch takes bytes from.
 
 
 PIECES = 7
@@ -460,7 +452,7 @@ class Batches:
         flags: bytes | None = None,
         chunk_bytes: int = 1 << 62,
     ) -> "Batches":
-        """From rows, and how many of them each batch has. Raises `BadPieces`, whoever has made them."""
+        """From rows, and how many of them each batch has. Raises `BadPieces`."""
         if not all(counts):
             raise BadPieces(f"batch {list(counts).index(0)} has no rows")
         if sum(counts) != len(words) // ROW_WORDS or len(words) % ROW_WORDS:

@@ -1,19 +1,18 @@
-"""Memory of this process that others on this host can map: a memfd whose size nobody can change any more.
+"""Memory of this process that others on this host can map: a memfd with a size that can never change.
 
-A reader that maps somebody else's file is killed (SIGBUS) if the file is cut short under it, whatever it looked at
-before. So such memory is sealed when it is made, and a reader maps nothing whose seals it has not seen:
+A reader that maps a file is killed (SIGBUS) if the file is cut short under it. Such memory is sealed when it is made,
+and a reader maps only what has these seals:
 
     SHRINK, GROW   the size stays: no mapping of it ever loses a page
-    FUTURE_WRITE   nobody maps it writable from now on or writes to it by its descriptor. Our own mapping, made before,
-                   stays writable: that is how the owner fills it. F_SEAL_WRITE would want that mapping gone first.
-    SEAL           and nobody adds a seal
+    FUTURE_WRITE   no new mapping is writable, and no write by a descriptor. Our own mapping, made before, stays
+                   writable: that is how the owner fills it
+    SEAL           and no seal is added
 
-Memory that is whole can be *frozen*: then its owner maps it read-only too, and nobody can write to it ever again. So
-others may map it for good, and hand it on: it lives as long as one of them does. One of them *counts* it.
+Memory that is whole can be *frozen*: its owner maps it read-only too, and it can never be written to again. Others may
+map it for good, and hand it on: it lives as long as one of them does. One of them *counts* it.
 
-A mapping keeps pages alive. What the owner lets go of is given back once no reader has it mapped: a reader's mapping
-lasts as long as its read, and a child that either side forks inherits none (`MADV_DONTFORK`), unless the memory is a
-tensor's (`is_inherited`), which a child may want to look at.
+A mapping keeps pages alive. A reader's mapping lasts as long as its read, and a forked child inherits none
+(`MADV_DONTFORK`), unless the memory is a tensor's (`is_inherited`), which a child may want to look at.
 
 Where there is no `memfd_create`, or a filter refuses it, or descriptors have run out, there is ordinary memory.
 It must never: map what may be cut short, or unmap in a forked child what is not there.
@@ -72,7 +71,7 @@ class Mapping:
             raise
 
     def protect(self, descriptor: int, size_bytes: int) -> None:
-        """From now on it is there to be read only; nobody notices who reads it meanwhile. Raises `OSError`."""
+        """From now on it is there to be read only; a thread that reads it meanwhile goes on. Raises `OSError`."""
         _mapped(self.address, size_bytes, mmap.PROT_READ, mmap.MAP_SHARED | FIXED, descriptor)
         self.advise(size_bytes, DONTFORK)
         if size_bytes >= HUGE_BYTES:
@@ -83,14 +82,14 @@ class Mapping:
         _libc().madvise(ctypes.c_void_p(self.address), ctypes.c_size_t(size_bytes), ctypes.c_int(advice))
 
     def close(self) -> None:
-        """Nobody may look there any more."""
+        """No thread may look there any more."""
         reserved, self._reserved = self._reserved, 0
         if reserved:
             _libc().munmap(ctypes.c_void_p(self._at), ctypes.c_size_t(reserved))
 
 
 class Count:
-    """Who counts some memory that several have: whoever has this lock, as long as it lives and has not let it go."""
+    """A lock on memory that several processes have: the one that has the lock counts the memory."""
 
     def __init__(self, descriptor: int) -> None:
         """Of the memory. Raises `OSError` where there is no /proc."""
@@ -113,7 +112,7 @@ class Count:
 
 
 class Sealed:
-    """New memory of this process, of zeros, that others can map. Given back when nobody knows it any more."""
+    """New memory of this process, of zeros, that others can map. Given back with its last reference."""
 
     def __init__(self, size_bytes: int, *, is_inherited: bool = False, may_freeze: bool = False) -> None:
         """`is_inherited`: a forked child has it too, and the same one. `may_freeze`: its owner does not mind.
@@ -158,9 +157,9 @@ class Sealed:
             _all.add(self)
 
     def freeze(self) -> bool:
-        """Let nobody write to it ever again; it counts here. Returns whether that is so now.
+        """Make it read-only for good; it counts here. Returns whether that is so now.
 
-        Whoever asks sees to it that nobody is writing, or will: that would end the process.
+        The caller knows that no thread is writing, or will: that would end the process.
         """
         if not self.is_frozen and self._may_freeze:
             try:
@@ -190,7 +189,7 @@ class Sealed:
 class Shared:
     """Frozen memory that another process has made and this one has mapped, to read and to hand on.
 
-    Given back when nobody knows it any more.
+    Given back with its last reference.
     """
 
     is_frozen = True
@@ -199,7 +198,7 @@ class Shared:
         """The descriptor stays the caller's. Raises `Unmappable`."""
         try:
             if fcntl.fcntl(descriptor, GET_SEALS) & SEALS != SEALS:
-                raise Unmappable("somebody may yet map it to write")
+                raise Unmappable("another process may yet map it to write")
             self.descriptor = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 0)
         except OSError as error:
             raise Unmappable(os.strerror(error.errno or 0)) from error
@@ -218,7 +217,7 @@ class Shared:
 
     @property
     def counts_here(self) -> bool:
-        """Nobody else counts this memory: then it does here from now on."""
+        """No other process counts this memory: then it does here from now on."""
         return self._count.is_mine()
 
     def freeze(self) -> bool:
@@ -231,7 +230,7 @@ class Shared:
 
 
 class Foreign:
-    """Sealed memory of another process, mapped to be read from. Whoever has it closes it."""
+    """Sealed memory of another process, mapped to be read from. Its owner closes it."""
 
     def __init__(self, descriptor: int, size_bytes: int, *, is_writable: bool = False) -> None:
         """The descriptor stays the caller's. Raises `Unmappable`."""
@@ -258,7 +257,7 @@ class Foreign:
 
 
 def scratch(size_bytes: int) -> int:
-    """The descriptor of new memory that all who have it may map and write. Raises `Unmappable`."""
+    """The descriptor of new memory that every process that has it may map and write. Raises `Unmappable`."""
     try:
         descriptor = _memfd()
     except OSError as error:

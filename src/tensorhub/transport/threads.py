@@ -20,9 +20,7 @@ from weakref import WeakSet
 
 from ..protocol.errors import TensorHubError, Unavailable
 
-# --- What signals may do to our threads.
-#
-# It must never: change what the process does with a signal. That is its owner's.
+# --- Signals in our threads. What the process does with a signal stays its owner's.
 
 
 def block_sigpipe() -> None:
@@ -36,10 +34,8 @@ def block_sigpipe() -> None:
 
 # --- Context managers made of generators that may raise another error than the one that passes through.
 #
-# As `contextlib.contextmanager`, whose `__exit__` keeps the error that came in as a variable of its frame. Where the
-# generator raises another one, that frame is never left in order; from Python 3.12 on the first error's traceback leads
-# to it, and so back to itself. What the frames of such a circle know, as a read and its tensors, then waits for the
-# garbage collector.
+# `contextlib.contextmanager` keeps the first error in a frame that is never left in order. From Python 3.12 on the
+# error's traceback leads to that frame, and back to itself: a read and its tensors then wait for the garbage collector.
 
 
 Given = TypeVar("Given")
@@ -89,10 +85,10 @@ def scope(
     return made
 
 
-# --- What this machine refuses this process for now: descriptors, memory, threads. A later try may have it.
+# --- Shortages: descriptors, memory and threads that this machine refuses now. A later try may have them.
 #
-# An error for want of these is an `Unavailable` wherever it arises, and nothing is remembered for it: no transport is
-# missing, no source is bad. The last one is said where a call has run out of time.
+# An error for want of these is an `Unavailable` wherever it arises: no transport is missing, no source is bad. The last
+# shortage is named where a call has run out of time.
 
 
 RECENT_S = 60.0  # what was refused longer ago explains nothing
@@ -215,13 +211,10 @@ def recent() -> tuple[str, str]:
     return f"this process met a limit {time.monotonic() - found[0]:.3g} s ago, when {found[1]}", found[2]
 
 
-# --- Threads of ours, and what it means when one cannot be started: that is true for now, and an error of the call.
+# --- Threads that are known to have started.
 #
-# A thread that dies for want of memory before its first step never says that it has started, and `threading` waits for
-# that word without a limit. So `Thread` waits for its own first step, and not for ever. Whichever comes first decides,
-# the step or the end of the wait: a thread that was given up does nothing.
-#
-# It must never: end a worker because its process is at a limit.
+# `threading` waits without a limit for the word of a new thread, and a thread that dies for want of memory never says
+# it. `Thread` waits for a first step, and not for ever. A thread that was given up does nothing.
 
 
 START_S = 2.5  # a thread begins within 0.1 s beside ten busy ones; a shared machine stands still for seconds
@@ -240,7 +233,7 @@ class Thread(threading.Thread):
     def __init__(self, target: Callable[..., object], *, name: str, args: tuple[object, ...] = ()) -> None:
         super().__init__(target=target, args=args, name=name, daemon=True)
         self._started = _Unawaited()
-        self._first = _thread.allocate_lock()  # who has it decides whether this thread does anything
+        self._first = _thread.allocate_lock()  # the thread that has it decides whether this one does anything
         self._begun = _thread.allocate_lock()
         self._begun.acquire()
 
@@ -277,27 +270,20 @@ def is_ending(error: BaseException) -> bool:
     return sys.is_finalizing() or "shutdown" in str(error)
 
 
-# --- What a forked child inherits of ours and must not keep: as long as it had a socket, nobody would see its parent
-# die.
+# --- Forks: a child gives up every descriptor of ours at once.
 #
-# A connection ends for its other end when the last process that has it lets go of it. A trainer that forks (a
-# DataLoader, multiprocessing) and is killed would look alive through its children: readers would wait out the silence
-# limit, the server the lease, and new readers would be taken in by a listener that nobody serves. So a child gives
-# up, right after the fork, every descriptor of ours: in its place is /dev/null, so that the number is nobody else's
-# while some inherited object still knows it. Nothing of this reaches the parent: what is shared with it is not shut
-# down, only let go of.
+# A connection ends for its other end when the last process that has it closes it. A trainer that forks (a DataLoader)
+# and is killed would look alive through its children. In a child /dev/null takes the place of each descriptor, so that
+# its number is not given out while an inherited object knows it. What is shared with the parent is closed, never shut
+# down.
 #
-# A descriptor that the kernel has just given us is not known here yet. So it is made, and made known, inside `opening`,
-# and a fork waits until nobody is inside: not for long, for nothing in there waits for anybody; and never longer than
-# `MAX_WAIT_S`, so that no fork hangs. Two forks do not wait: one by a library that does not tell Python, and one by a
-# signal handler in the very thread that is inside.
-#
-# Across `exec` nothing of ours stays open: Python, and every call that we make ourselves, opens with close-on-exec.
-# It must never: touch a descriptor that was not opened here, or wait inside `opening`.
+# A descriptor is made, and made known, inside `opening`, and a fork waits until no thread is inside: for `MAX_WAIT_S`
+# at most, so that no fork hangs. Nothing inside `opening` may wait. Two forks do not wait: one by a library that does
+# not tell Python, and one by a signal handler in the thread that is inside.
 
 
 class Holder(Protocol):
-    """Who has descriptors."""
+    """An owner of descriptors."""
 
     def descriptors(self) -> Iterable[int]:
         """Those that are open now; negative ones do not count."""
@@ -316,7 +302,7 @@ _here = threading.local()  # whether the thread that forks has it for that
 
 
 def opening() -> AbstractContextManager[object]:
-    """Nobody forks while a thread is inside: there a descriptor is made, and made known."""
+    """No fork while a thread is inside: there a descriptor is made, and made known."""
     return _opening
 
 
@@ -338,7 +324,7 @@ def track(holder: Holder) -> None:
 
 
 def _wait_until_known() -> None:
-    """By who forks, before."""
+    """In the thread that forks, before."""
     _here.has_it = False
     _here.has_it = _opening.acquire(timeout=MAX_WAIT_S)
 
@@ -353,7 +339,7 @@ def _go_on() -> None:
 def _let_go() -> None:
     """In a child, before any code of its own."""
     global _opening
-    _opening = threading.RLock()  # whoever was inside is not here
+    _opening = threading.RLock()  # the thread that was inside is not here
     found = [sock.fileno() for sock in list(_sockets)]
     for holder in list(_holders):
         found += holder.descriptors()
@@ -378,9 +364,8 @@ os.register_at_fork(before=_wait_until_known, after_in_parent=_go_on, after_in_c
 # --- CUDA graphs that the user's threads capture, and what threads of this library may do on a device meanwhile.
 #
 # While a thread captures a graph in the usual mode, "global", the driver refuses copies, events, and registrations of
-# memory to every other thread, and spoils the capture as well; but not to a thread that has said it knows what it does
-# (CUDA driver API, cuThreadExchangeStreamCaptureMode). What this library does there is nothing that a graph could miss.
-# To wait for the whole device is refused in every mode (seen on an H200, driver 580, CUDA 13).
+# memory to every other thread, and spoils the capture as well; but not to a thread in relaxed mode (CUDA driver API,
+# cuThreadExchangeStreamCaptureMode). To wait for the whole device is refused in every mode (H200, driver 580, CUDA 13).
 
 
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
@@ -409,19 +394,14 @@ def mode_exchange() -> Callable[[object], int] | None:
     return found
 
 
-# --- Short waits for the interpreter while a transfer begins and ends.
+# --- Short waits for the interpreter while a transfer begins and ends (decision 0037).
 #
-# A thread that wants the interpreter beside one that computes in Python waits until that one is made to hand it over:
-# 5 ms by default (`sys.setswitchinterval`), after each call that has let go of it. A read has some twenty of these
-# before its bytes move and after; beside a busy thread they took as long as half a GiB takes to come. While
-# any thread asks for it the interval is `SHORT_S`, for all threads of the process: a thread that computes is
-# interrupted more often, and only when another thread has something to do (decision 0037).
-#
-# It must never: last while bytes move, but until the first chunk is there and while a further stream connects; or
-# undo an interval that the program has set meanwhile.
+# A thread that wants the interpreter beside one that computes waits 5 ms by default (`sys.setswitchinterval`), after
+# each call that has let go of it. A read has some twenty of these before its bytes move and after. While any thread
+# asks for it the interval is `SHORT_S`, for all threads of the process. It is the usual one again while bytes move.
 
 
-SHORT_S = 0.000103  # to hand over takes some 10 us; a number that nobody else would choose
+SHORT_S = 0.000103  # to hand over takes some 10 us; an odd number, to be known again
 _ROUNDING_S = 1.5e-6  # Python keeps whole microseconds
 
 
@@ -474,7 +454,7 @@ class _Interval:
         with self._lock:
             if self._wanting == 1:
                 self._restore()
-            self._wanting = max(0, self._wanting - 1)  # who forked inside its block leaves where it never entered
+            self._wanting = max(0, self._wanting - 1)  # a child that was forked inside a block leaves it
 
     def forked(self) -> None:
         """In a child: none of those threads is here, and one of them may have had the lock."""
@@ -482,7 +462,7 @@ class _Interval:
         self._forget()
 
     def _shorten(self) -> None:
-        if not self._is_ours():  # else somebody kept it while it was ours, and has put it back since
+        if not self._is_ours():  # else the program kept it while it was ours, and has put it back since
             self._before_s = sys.getswitchinterval()
         if self._before_s > SHORT_S:
             sys.setswitchinterval(SHORT_S)

@@ -23,7 +23,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 LIBRARY = HERE / "_mover.so"
-REASON = ".reason"  # beside the library that could not be made: why, for whoever asks later
+REASON = ".reason"  # beside the library that could not be made: why
 CHOICES = ("auto", "cc", "zig", "no")
 COMPILERS = ("cc", "gcc", "clang")
 STRICT = ("-std=c11", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden", "-fPIC", "-pthread")
@@ -103,7 +103,7 @@ def reason_file() -> Path:
 
 
 def why_not_made() -> str:
-    """Why there is no library; empty where nobody knows."""
+    """Why there is no library; empty where that is unknown."""
     try:
         return reason_file().read_text(encoding="utf-8").strip()
     except OSError:

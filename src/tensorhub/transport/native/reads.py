@@ -14,9 +14,7 @@ from ..sealed import large_of
 from ..tcp.settings import TcpSettings
 from . import load, shapes
 
-# --- Where the bytes of a read belong, as the native mover sees it: in chunks of a stream, or in batches (`batches`).
-#
-# It must never: give the mover a number that could lead it out of the memory that it was given.
+# --- Where the bytes of a read belong, as the mover sees it: each number is checked here.
 
 
 KEEP_WORDS = 9  # from, to, run, count, and its strides; counts, and its strides
@@ -137,17 +135,15 @@ def _side(keeps: "array[int]", columns: Sequence[int]) -> "array[int]":
     return words
 
 
-# --- A read whose bytes the native mover brings: what Python prepares for it, and what it asks and tells meanwhile.
+# --- A read whose bytes the mover brings: what Python prepares for it, and what it asks and tells meanwhile.
 #
-# Python has greeted the source, fetched the manifest and asked the sink for its terms. From then on the mover's threads
-# do what `Stream.pump` does, chunk for chunk, and look at the terms' stop_flags before each one counts. The
-# read's first thread waits for them: it gives leave for the first byte, opens more streams, and tells the sink of
-# news at most every 50 ms. Nothing in the mover waits for it but that first leave.
-#
-# It must never: give the mover memory that this read does not hold until the last stream has ended.
+# Python has greeted the source, fetched the manifest and asked the sink for its terms. The mover's threads then do what
+# `Stream.pump` does, and look at the terms' stop flags before each chunk counts. The read's first thread permits the
+# first byte, opens more streams, and tells the sink of news at most every 50 ms. Memory that the mover is given lives
+# until the last stream has ended.
 
 
-TELL_EVERY_S = 0.05  # 20 times a second is as fast as anybody looks
+TELL_EVERY_S = 0.05  # 20 times a second
 WAIT_S = 60.0  # nothing happens at its end
 LOCAL_TILE_BYTES = 256 << 10  # copied, then hashed in the near cache, and a stopped read ends soon
 TCP_TILE_BYTES = 1 << 20
@@ -209,7 +205,7 @@ class Mover:
         self.state.streams = streams
 
     def stream(self, descriptor: int, index: int = 0) -> shapes.StreamState:
-        """One more connection; whoever runs it keeps the descriptor open until it has ended."""
+        """One more connection; its thread keeps the descriptor open until it has ended."""
         state = shapes.StreamState(
             read=ctypes.pointer(self.state), descriptor=descriptor, pidfd=-1, status=-1, index=index
         )
@@ -237,7 +233,7 @@ class Mover:
         self._library.read_stop(self.state)
 
     def poke(self) -> None:
-        """Let whoever waits for events look at what has changed."""
+        """Let the thread that waits for events look at what has changed."""
         self._library.read_tell(self.state, shapes.HAS_ENDED)
 
     def events(self) -> int:

@@ -6,7 +6,6 @@ them. Fields that the library changes are read here at any time: each is a word 
 It must never: differ from `mover.h`. `load` compares the sizes, and the tests the fields.
 """
 
-import ctypes
 from ctypes import POINTER, Structure, c_double, c_int32, c_ubyte, c_uint32, c_uint64, c_ulong, c_void_p
 
 MAX_RANGES = 1024
@@ -267,8 +266,3 @@ ALL: tuple[type[Structure], ...] = (
     *(StopFlag, Marks, Table, ReadState, StreamState, ServeState, DigestState),
     *(Loop, Keep, Batches, OffloadState, Large),
 )
-
-
-def address_of(field: Structure) -> int:
-    """Where it lies."""
-    return ctypes.addressof(field)

@@ -22,16 +22,13 @@ from .wire import Garbled, Vanished, Wire
 if TYPE_CHECKING:
     from .reader import Job
 
-# --- Where a worker listens, where its peers find it, and which of its addresses a stream goes to.
-#
-# A host may have several networks side by side, such as one for each of its cards. Who names several addresses, or the
-# interfaces that they belong to, listens on each of them, and a read from it has a stream or more on each:
+# --- Where a worker listens, where its peers find it, and which of its addresses a stream goes to (decision 0036).
 #
 #     host     10.0.0.5,10.0.1.5                              or eth0,eth1
 #     peers    tcp://10.0.0.5:41234,10.0.1.5:41877
 #
-# The first address that answers carries the conversation that begins a read. Addresses that do not answer are left out:
-# the others do their work (decision 0036). It must never: listen on more than was asked for.
+# A worker listens on each address, or interface, that is named, and on no other. A read from it has a stream or more on
+# each. Addresses that do not answer are left out.
 
 
 SCHEME = "tcp"
@@ -164,7 +161,7 @@ def _ipv4_address_of(probe: socket.socket, name: str) -> str:
 
 
 def _reachable(host: str) -> list[str]:
-    """Where peers reach a listener there. Who listens on all interfaces has an address of each family."""
+    """Where peers reach a listener there: on all interfaces an address of each family."""
     if host not in _WILDCARDS:
         return [host]
     ways = {socket.AF_INET: "192.0.2.1"}
@@ -207,14 +204,11 @@ def _listener(settings: TcpSettings, host: str) -> socket.socket:
     return listener
 
 
-# --- How the name of a source's host becomes addresses, where the resolver may take its time, or never answer.
+# --- Names of hosts, where the resolver may take its time, or never answer.
 #
-# Nothing can call a resolver back. So a thread of its own asks, which knows the name and nothing else, and whoever
-# wants the answer waits for it as long as a connection may take, or until its read is over. All who want the same
-# name at once wait for one question. An answer that comes when nobody waits any more is kept for a while: a resolver
-# that always takes a little longer than is waited for is of use all the same.
-#
-# An address in numbers is asked of nobody. It must never: hold a read, or know one.
+# A call of the resolver cannot be cancelled. A thread of its own makes it, which knows the name and no read. Reads wait
+# for the answer as long as a connection may take, or until they are over. All that want the same name at once wait for
+# one question. An answer that comes too late is kept for a while: it serves the next try. Numbers are not asked for.
 
 
 _KEPT_S = 15.0  # the next try comes within seconds; a resolver that asks its second server has answered by then
@@ -250,7 +244,7 @@ class Question:
             return self.answered_at is not None
 
     def wake(self) -> None:
-        """Whoever waits looks whether it is over."""
+        """Waiting reads look whether they are over."""
         with self._changed:
             self._changed.notify_all()
 
@@ -265,7 +259,7 @@ class Asking:
 
 
 _lock = threading.Lock()
-_questions: dict[Address, Question] = {}  # under way, or answered when nobody waited any more
+_questions: dict[Address, Question] = {}  # under way, or answered too late
 
 
 def look_up(job: "Job", address: Address, within_s: float) -> Found:
@@ -278,7 +272,7 @@ def look_up(job: "Job", address: Address, within_s: float) -> Found:
     finally:
         job.leave(asking)
     if not is_answered:
-        why = "the read is over" if job.is_over else f"nobody has said within {within_s:g} s where {address[0]} is"
+        why = "the read is over" if job.is_over else f"no answer within {within_s:g} s where {address[0]} is"
         raise Vanished(f"cannot find the host: {why}")
     with _lock:
         if _questions.get(address) is question:
@@ -292,12 +286,12 @@ def _is_in_numbers(host: str) -> bool:
     try:
         ipaddress.ip_address(host)
     except ValueError:
-        return False  # it is a name, or is better looked at by who knows names
+        return False  # a name, or what the resolver is to look at
     return True
 
 
 def _asked(address: Address) -> Question:
-    """The question that is under way, or was answered to nobody; or a new one. Numbers are answered at once."""
+    """The question that is under way, or was answered too late; or a new one. Numbers are answered at once."""
     if _is_in_numbers(address[0]):
         question = Question(address)
         question.ask()
@@ -318,7 +312,7 @@ def _asked(address: Address) -> Question:
 
 
 def _forget() -> None:
-    """In a forked child: nobody asks there."""
+    """In a forked child: no thread asks there."""
     global _lock
     _lock = threading.Lock()
     _questions.clear()
@@ -329,11 +323,9 @@ os.register_at_fork(after_in_child=_forget)
 
 # --- How the streams of a read reach their source, which may have several addresses.
 #
-# The first stream tries them in turn, and says how many there are and which one answered. Each further stream goes to
-# the next address, round and round. Where this worker has as many addresses as the source, it leaves from its own one
-# of the same place in the row: two hosts with two networks each use the first together, and the second. A further
-# stream that cannot get through is none: the others do its work. It must never: end a read because one of several
-# addresses is away.
+# The first stream tries them in turn. Each further stream goes to the next address, round and round. Where this worker
+# has as many addresses as the source, a stream leaves from the one at the same place in the row. A further stream that
+# cannot get through is left out: the others do its work.
 
 
 _MOST_FOUND = 4  # of one host name; each may cost `connect_s`

@@ -73,15 +73,13 @@ class Window:
 #     count = StreamCount(settings, 1)
 #     count.look(now, arrived_bytes)      now and then: how many streams the read should have from now on
 #
-# Rules:
+# Rules (decision 0030). Pure: it is told the time.
 # 1. A rate is that of `probe_s`. The time in which streams came or went is not counted.
 # 2. The number is doubled to try, and halved again unless the rate has become `GAIN` times what it was. After a trial
 #    in vain the next one waits, each time for twice as long.
 # 3. What comes slower than `probe_rate_bytes_per_s` is held up by its link: it has one stream (decision 0011).
 #    No fewer, in any case, than the source has addresses: each has a link of its own.
 # 4. A stream that gets `stream_rate_bytes_per_s` is held up by its core: of those there are no more than cores.
-#
-# Pure: it is told the time. The numbers are from decision 0030.
 
 
 GAIN = 1.25  # two streams where one stream's cap is the limit give 2.0; where their link is, 1.0 and some noise
@@ -119,7 +117,7 @@ class StreamCount:
         return self.streams
 
     def set(self, streams: int) -> None:
-        """Somebody else has decided; what follows is measured anew."""
+        """The read has decided; what follows is measured anew."""
         self._change(streams)
         self._before = None
 
@@ -144,9 +142,7 @@ class StreamCount:
         self.streams, self._is_settling = streams, True
 
 
-# --- What the connections of one read share: who is asked for what, what has come, and when it is over.
-#
-# It must never: count a byte twice that the mover has counted.
+# --- What the connections of one read share: which chunks are asked for, what has come, and when it is over.
 
 
 _HINTS = {
@@ -161,7 +157,7 @@ class Waiting(Protocol):
     """What a stream waits in, such as a connection."""
 
     def cut(self) -> object:
-        """From any thread: whoever waits looks whether the read is over."""
+        """From any thread: what waits looks whether the read is over."""
         ...
 
     @property
@@ -231,7 +227,7 @@ class Job:
         return min(full, len(wanted))
 
     def begin(self, wanted: Sequence[int], streams: int, mover: Mover | None) -> None:
-        """It is known what is wanted, and who brings it."""
+        """It is known what is wanted, and whether the mover brings it."""
         self.queue = ChunkQueue(wanted, streams)
         with self._lock:
             self._missing, self.mover = len(wanted), mover
@@ -330,14 +326,11 @@ class Job:
         return error
 
 
-# --- One connection of a read, and what the connections of one read share.
+# --- One connection of a read.
 #
-# All streams of a read are alike: each takes the next chunks of the queue (`ChunkQueue`), asks its source for
-# them ahead of their arrival, and receives them straight into the sink's memory. So the prefix grows steadily
-# whatever the streams' speeds: disorder is never more than what is asked for ahead (`Window`), which is bounded by time
-# and not by size. A fixed share for each stream would leave a gap as large as the slowest stream's share, and peers
-# that read behind us would starve. It must never: write outside a `writing` block, or touch memory once `opened` has
-# ended.
+# All streams of a read are alike: each takes the next chunks of the queue, asks its source for them ahead of their
+# arrival, and receives them straight into the sink's memory. The prefix grows steadily whatever the streams' speeds:
+# disorder is never more than what is asked for ahead (`Window`), which is bounded by time and not by size.
 
 
 AnyStream = TypeVar("AnyStream", bound="Stream")
@@ -397,7 +390,7 @@ class Stream:
     def join_in(self) -> None:
         """The same for a further stream, and all that comes before it may ask for its share.
 
-        What it has asked for is nobody else's: so whatever may keep it from being served has to show before. Raises
+        No other stream brings what it has asked for: whatever may keep it from being served has to show before. Raises
         `TensorHubError`, `WireError`.
         """
         self.greet(wants_manifest=False)
@@ -549,7 +542,7 @@ class Stream:
                 sink.accept(chunk, views)
             sink.stored(chunk)
         except CorruptTransfer:
-            if not self._is_lent or chunk in self._doubted:  # who lends it again is asked no third time
+            if not self._is_lent or chunk in self._doubted:  # a source that lends it again is asked no third time
                 raise
             self._doubted.add(chunk)
             with suppress(Vanished):  # what the source said last can still be read
@@ -573,14 +566,12 @@ class Stream:
         return self.wire.receive_header()
 
 
-# --- The target's side of the tcp transport: one read, in as many threads as it has streams.
+# --- One read, in as many threads as it has streams.
 #
-# The first stream fetches the manifest, asks the sink what it wants, and starts the others; from then on all are alike.
-# The first error ends the read: every stream is cut, and the last thread to leave calls `on_end`, when none is inside
-# the sink's memory any more. What keeps a further stream from joining in is no such error: it has asked for nothing
-# yet, so the others do its work, and a source that is gone is noticed by the first stream.
-#
-# It must never: call `on_end` twice, or before the last thread has left.
+# The first stream fetches the manifest, asks the sink what it wants, and starts the others. The first error ends the
+# read: every stream is cut, and the last thread to leave calls `on_end`, when none is inside the sink's memory any
+# more. What keeps a further stream from joining in is no such error: it has asked for nothing yet, and the others do
+# its work.
 
 
 SCARCE_TIMES = 2  # as many streams to a device: while the chunk of one is copied and judged there, another receives
@@ -619,7 +610,7 @@ class TcpRead(Read):
 
     @property
     def mover_text(self) -> str:
-        """Who moves the bytes, for a path."""
+        """What moves the bytes, for a path."""
         return ", native" if self.job.mover is not None else ""
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -629,7 +620,7 @@ class TcpRead(Read):
             self._start(self._lead, 0)
 
     def forget(self) -> None:
-        """It was never started: nobody will be told."""
+        """It was never started: `on_end` is not called."""
         self._on_end = None
 
     def stop(self) -> None:
@@ -672,12 +663,7 @@ class TcpRead(Read):
         """The whole life of one stream's thread; the last one out ends the read."""
         block_sigpipe()
         with ShortSwitchInterval() as interval:
-            try:
-                body(index, interval)
-            except TensorHubError as error:
-                self._fail(error)
-            except Exception as error:  # noqa: BLE001 the top of a thread: whatever it is, it ends this read and is reported
-                self._fail(self._unforeseen(error))
+            self._guarded(lambda: body(index, interval))
             interval.shorten()
             if index == 0 and self.job.mover is not None:
                 self._attend(self.job.mover, lambda: self._running == 1, told=interval.restore)
@@ -692,10 +678,7 @@ class TcpRead(Read):
                 self._end()
 
     def _end(self) -> None:
-        """Tell it, and let go of whoever is told and of the error: both know this read.
-
-        Held from both sides, they would all wait for the garbage collector, which may not look for a thousand reads.
-        """
+        """Call `on_end`, and let go of it and of the error: both know this read, and would wait for the collector."""
         self.job.close()
         if self.error is None and not self._is_stopped and self.job.missing:
             self.error = self.job.lost("its streams ended, and each left to the others what is missing")
@@ -770,7 +753,7 @@ class TcpRead(Read):
         while not is_over():
             events = mover.events()
             if events & shapes.ASKS_LEAVE:
-                mover.answer(may_write=self._may_write())
+                mover.answer(may_write=self._guarded(self.job.sink.touch))
             if events & shapes.IS_FAST:
                 self._widen(self._wide)
             if events & shapes.HAS_NEWS:
@@ -780,27 +763,23 @@ class TcpRead(Read):
             if events & shapes.IS_WHOLE:
                 self.job.finish()  # a stream that is still connecting is not waited for
 
-    def _may_write(self) -> bool:
+    def _guarded(self, work: Callable[[], object]) -> bool:
+        """Whether that went well; otherwise its error ends this read."""
         try:
-            self.job.sink.touch()
+            work()
         except TensorHubError as error:
             self._fail(error)
-            return False
-        except Exception as error:  # noqa: BLE001 the sink's own bug: it ends this read and is reported
+        except Exception as error:  # noqa: BLE001 the top of a thread, or the sink's bug: it ends this read and is reported
             self._fail(self._unforeseen(error))
-            return False
-        return True
+        else:
+            return True
+        return False
 
     def _tell(self, mover: Mover) -> None:
         sink, news = self.job.sink, mover.news_bytes()
-        if not news or not isinstance(sink, Trusting):
-            return
-        try:
-            sink.told(news)
-        except TensorHubError as error:
-            self._fail(error)
-        except Exception as error:  # noqa: BLE001 the sink's own bug: it ends this read and is reported
-            self._fail(self._unforeseen(error))
+        if news and isinstance(sink, Trusting):
+            told = sink.told
+            self._guarded(lambda: told(news))
 
     @property
     def _is_patient(self) -> bool:
@@ -843,7 +822,7 @@ class TcpRead(Read):
     def _follow(self, index: int, interval: ShortSwitchInterval) -> None:
         """A further stream, if there can be one: else the others do its work.
 
-        The source may have no connection to spare, or no thread; this process no descriptor; or nobody answers.
+        The source may have no connection to spare, or no thread; this process no descriptor; or there is no answer.
         """
         mover, has_joined = self.job.mover, False
         try:

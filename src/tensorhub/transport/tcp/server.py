@@ -55,17 +55,14 @@ from .wire import (
 
 _log = logging.getLogger(__name__)
 
-# --- Limits the connections of a source: strangers, and readers that have said what they want to read.
+# --- Limits unauthenticated connections, and those of readers.
 #
-# Any host may connect, so a stranger has little: a second, and room that strangers share. A new stranger takes the
-# place of the oldest one of the address that has most. A reader that has said so (the right token, and a key that is
-# there) has a place until it leaves. Where all places are taken, a new reader gets that of one which asks for
-# nothing.
-#
-# It must never: be used without its server's lock, or cut a reader that is being served what it asked for.
+# Any host may connect: a stranger has a second, and room that strangers share. A new stranger takes the place of the
+# oldest one of the address that has most. A reader with the right token and a key that is there has a place until it
+# leaves. Where all places are taken, a new reader gets that of one which asks for nothing. Used with the server's lock.
 
 
-MAX_STRANGERS = 64  # at a time, each with a thread; so many more for a moment, who are cut and about to leave
+MAX_STRANGERS = 64  # at a time, each with a thread; as many more that are cut and about to leave
 
 
 class Admission:
@@ -93,8 +90,8 @@ class Admission:
     def welcome(self, wire: Wire, *, is_further: bool, idle_s: Callable[[Wire], float], may_idle_s: float) -> bool:
         """It has said what it wants to read, and may be served. False: there is no room for it.
 
-        Further streams of a read take half of the room at most, and nobody's place: the rest is for who is not served
-        at all yet. `idle_s` tells how long a reader has asked for nothing; above `may_idle_s` it makes room.
+        Further streams of a read take half of the room at most, and no other's place: the rest is for readers that are
+        not served yet. `idle_s` tells how long a reader has asked for nothing; above `may_idle_s` it makes room.
         """
         most = -(-self._most_welcome // 2) if is_further else self._most_welcome
         served = [other for other in self._welcome if not other.is_cut]
@@ -112,15 +109,13 @@ class Admission:
         self._welcome.pop(wire, None)
 
     def cut_all(self) -> list[threading.Thread]:
-        """Cut everybody. Returns their threads, which will end."""
+        """Cut all. Returns their threads, which will end."""
         for wire in (*self._strangers, *self._welcome):
             wire.cut()
         return [*self._strangers.values(), *self._welcome.values()]
 
 
 # --- Takes connections on each address that a worker listens on, in a thread for each.
-#
-# It must never: be left half open, where one of its threads could not be started.
 
 
 _AGAIN_S = 0.1  # pause after accept fails for want of file descriptors
@@ -132,7 +127,6 @@ class Accepting:
     def __init__(self, listening: Sequence[socket.socket], take: Callable[[socket.socket], None], kind: str) -> None:
         self._listening = [tracked(listener) for listener in listening]
         self._closing = threading.Event()
-        # only they know `take`, and forget it at their end: it knows who knows this
         self._threads = [
             Thread(self._accept, args=(listener, take), name=f"tensorhub-{kind}-accept") for listener in listening
         ]
@@ -143,11 +137,11 @@ class Accepting:
             start(thread, otherwise=self._give_up)
 
     def close(self) -> None:
-        """Take nobody any more."""
+        """Take no connection any more."""
         self._closing.set()
         for listener in self._listening:
             with suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)  # wakes who polls it
+                listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that polls it
 
     def join(self, deadline: float) -> None:
         """Until its threads have ended, but no longer."""
@@ -171,7 +165,7 @@ class Accepting:
                     sock = made(lambda: listener.accept()[0])
                     sock.setblocking(True)  # as some systems do not
                 except BlockingIOError:
-                    continue  # who came has left, or nobody comes any more
+                    continue  # the peer has left, or this is closing
                 except OSError as error:
                     threads.note(error, did="it accepted a reader")
                     self._closing.wait(_AGAIN_S)
@@ -182,9 +176,7 @@ class Accepting:
                     sock.close()
 
 
-# --- What a source exports, as its readers see it, and the count of what they were sent.
-#
-# It must never: be changed without its server's lock.
+# --- What a source exports, as its readers see it.
 
 
 class Served:
@@ -207,13 +199,11 @@ class Served:
         self.stop_flag.set()
 
 
-# --- A source's connection that the native mover serves: what Python prepares for it, and how it ends.
+# --- A source's connection that the mover serves: what Python prepares for it, and how it ends.
 #
-# Python has greeted the reader and said what it must know. From then on the mover hears its requests and sends, lends
-# or announces chunks, in the thread of that connection and without the interpreter. It comes back for a pipe, once
-# the connection is fast enough to lend memory to, and at the end.
-#
-# It must never: give the mover memory that may be moved only inside a block of its stream.
+# Python has greeted the reader. The mover then hears its requests and sends, lends or announces chunks, in the thread
+# of that connection and without the interpreter. It comes back for a pipe, once the connection is fast enough to lend
+# memory to, and at the end. It is given no memory that may be moved only inside a block of its stream.
 
 
 class Conversation:
@@ -367,15 +357,12 @@ def _state_of(batches: Batches) -> shapes.Batches:
     )
 
 
-# --- The source's side of the tcp transport: one thread for each address accepts, one for each connection serves.
+# --- The server: a thread for each address accepts, one for each connection serves.
 #
 # A connection reads one export. Its thread sends the chunks asked for, in the order asked for, each as soon as the
-# export's `Progress` has it, straight from the registered memory. `Served` counts the threads inside an export: whoever
-# withdraws it waits until the last has left, and no thread enters an export that has ended.
-#
-# An export ends at a chunk boundary where that is near, so that its readers hear why (GONE), and by cutting the
-# connection where it is not. It must never: touch memory after its thread was counted out, or let one peer's words harm
-# another's connection.
+# export's `Progress` has it. `Served` counts the threads inside an export: `withdraw` waits until the last has left,
+# and no thread enters an export that has ended. An export ends at a chunk boundary where that is near, so that its
+# readers hear why (GONE), and by cutting the connection where it is not.
 
 
 _MIN_KEEPALIVE_S = 0.01  # whatever a reader says that it needs
@@ -387,7 +374,7 @@ _COUNTED = (
 
 
 class TcpServer:
-    """Serves exports to whoever connects and is welcome."""
+    """Serves exports to its readers."""
 
     kind = "tcp"
     is_announcing = False  # it sends chunks, and does not only say which are there
@@ -423,7 +410,7 @@ class TcpServer:
         return Served(export)
 
     def why_refused(self, wire: Wire, hello: Hello) -> Refusal | None:
-        """A reason to refuse whoever has just said hello."""
+        """A reason to refuse the reader that has just said hello."""
         if self._settings.token is None or hmac.compare_digest(hello.token.encode(), self._settings.token.encode()):
             return None
         return Refusal("token", "the token is not the one that this worker was given")
@@ -514,7 +501,7 @@ class TcpServer:
         served.export.progress.wake()
 
     def _spoil(self, served: Served, reason: str) -> None:
-        _log.warning("%s, of %s", reason, served.export.key)  # and nobody has withdrawn it: whoever asks is told
+        _log.warning("%s, of %s", reason, served.export.key)  # it was not withdrawn: readers are told
         with self._changed:
             served.end(reason)
             for wire in served.inside:
@@ -791,8 +778,8 @@ def _received(room: Room, wire: Wire, served: Served) -> Iterator[Batches]:
 def _await_there(wire: Wire, served: Served, batches: Batches, batch: int, keepalive_s: float) -> str | None:
     """Until all chunks are there that it takes bytes from. Returns why one never will be, or None.
 
-    Rows are a peer's wish, and each may span all chunks: what is known to be there is passed over, and nobody is kept
-    waiting who ends the export.
+    Rows are a peer's, and each may span all chunks: what is known to be there is passed over, and a withdrawal is not
+    kept waiting.
     """
     progress, needs = served.export.progress, batches.rows.needs
     for row in range(batches.first_row[batch], batches.first_row[batch + 1]):

@@ -22,56 +22,46 @@ MAX_WANT_RANGES = 1024  # of one request: at most 20 bytes each in MessagePack, 
 class TcpSettings:
     """How one worker listens, connects and gives up."""
 
-    host: str = "127.0.0.1"  # open to other hosts only when asked for: a fresh install exposes nothing. Addresses or
-    # interfaces, with commas between them: each is listened on
+    # Addresses or interfaces, with commas between them: each is listened on. Open to other hosts only when asked for.
+    host: str = "127.0.0.1"
     port: int = 0  # any free port: several workers share a host
-    advertise: str | None = (
-        None  # "host" or "host:port" as peers see it, for each of the above; None: what `host` says, or the outward one
-    )
+    # "host" or "host:port" as peers see it, for each of the above; None: what `host` says, or the outward one
+    advertise: str | None = None
     leave_from: tuple[str, ...] = ()  # this worker's own addresses, for sources that have as many
     try_s: float = 1.5  # for the first of several addresses to answer: a lost SYN is sent again after 1 s
-    token: str | None = field(
-        default=None, repr=False
-    )  # shared secret that a reader must show; None: everybody who can connect may read
-    expect_s: float = (
-        2.0  # for a key that is not there yet: a reader may be told of a source that is only just starting
-    )
+    # shared secret that a reader must show; None: every host that can connect may read
+    token: str | None = field(default=None, repr=False)
+    expect_s: float = 2.0  # for a key that is not there yet: a reader may be told of a source that only just starts
     silence_s: float = 5.0  # the keepalive comes every 1.25 s: three may be lost to a GC or a stopped machine
-    greet_s: float = 1.0  # for a reader to say who it is, which it does at once: its first words may be sent twice
+    greet_s: float = 1.0  # for a reader to greet, which it does at once: its first words may be sent twice
     connect_s: float = 5.0  # a lost SYN is sent again after 1 s and after 3 s; 2 s spare
     streams: int = 2  # two idle cores: 1 stream 6.8 GiB/s, 2 streams 10.3, 4 no more
-    stream_bytes: int = (
-        8 * MIB
-    )  # what makes a further stream worth its connection (0.3 ms, which is 2 MiB): four times that
-    stream_rate_bytes_per_s: float = 1e9  # a link of 10 Gbit/s gives 1.2e9: one stream that gets less is held up by its
-    # link, and then a second only makes every chunk take twice as long, for peers that read behind and for what is in
-    # flight when a source dies. 0: all streams at once, as a thin long path across sites wants it
-    far_streams: int = 4  # between sites, all at once: over 50 ms and 1 Gbit/s one got 236 Mbit/s, eight 751; but
-    # each has a chunk in flight, which is read again where a site's seed dies
-    most_streams: int = (
-        8  # of a read that gets more from each doubling (`StreamCount`): where the path limits each stream,
-    )
-    # as clouds do to 5 Gbit/s and a long round trip does to its window
-    probe_rate_bytes_per_s: float = 5e8  # what comes slower inside a site is held up by its link; a link of 10 Gbit/s
-    # gives 1.2e9, and 5 Gbit/s, to which clouds limit one stream, are 6.2e8
-    probe_s: float = 0.25  # a window in which a rate is measured: five looks
-    max_connections: int = 64  # 32 direct readers with 2 streams; selection builds chains long before; 64 threads wait;
-    # of those who have said who they are: strangers have room of their own
-    lend_rate_bytes_per_s: float = 1e9  # from here on a source lends its memory, and copies nothing: what
-    # is on its way, 36 MiB at most, is then with its reader within 36 ms, so that no withdrawal waits long for it
-    lend_piece_bytes: int = (
-        1 << 16
-    )  # smaller pieces on the average are copied: each costs a reference to each of its pages
-    congestion: str | None = (
-        "cubic"  # BBR paces loopback and a LAN down by a third; "bbr" across sites; None: the kernel's
-    )
+    stream_bytes: int = 8 * MIB  # four times what a further stream's connection costs (0.3 ms, which is 2 MiB)
+    # A link of 10 Gbit/s gives 1.2e9: one stream that gets less is held up by its link, and a second would only make
+    # every chunk take twice as long. 0: all streams at once, as a thin long path across sites wants it.
+    stream_rate_bytes_per_s: float = 1e9
+    # Between sites, all at once: over 50 ms and 1 Gbit/s one got 236 Mbit/s, eight 751; but each has a chunk in flight,
+    # which is read again where a site's seed dies.
+    far_streams: int = 4
+    # Of a read that gets more from each doubling (`StreamCount`): where the path limits each stream, as clouds do to 5
+    # Gbit/s and a long round trip does to its window.
+    most_streams: int = 8
+    # What comes slower inside a site is held up by its link; 5 Gbit/s, to which clouds limit one stream, are 6.2e8.
+    probe_rate_bytes_per_s: float = 5e8
+    probe_s: float = 0.25  # in which a rate is measured: five looks
+    # 32 direct readers with 2 streams; selection builds chains long before. Strangers have room of their own.
+    max_connections: int = 64
+    # From here on a source lends its memory, and copies nothing: what is on its way, 36 MiB at most, is then with its
+    # reader within 36 ms, so that no withdrawal waits long for it.
+    lend_rate_bytes_per_s: float = 1e9
+    lend_piece_bytes: int = 1 << 16  # smaller pieces on the average are copied: each costs a reference to its pages
+    # BBR paces loopback and a LAN down by a third; "bbr" across sites; None: the kernel's
+    congestion: str | None = "cubic"
     send_buffer_bytes: int | None = None  # None: the kernel tunes it itself (tcp_wmem)
     receive_buffer_bytes: int | None = None  # None: the kernel tunes it itself (tcp_rmem)
     ahead_s: float = 0.25  # chunks asked for ahead of their arrival: a WAN's round trip, and no more disorder than that
     ahead_bytes: int = 64 * MIB  # and never more than this: 0.25 s of a stream of 2 Gbit/s
-    withdraw_grace_s: float = (
-        0.1  # a chunk of 4 MiB at 1 Gbit/s takes 34 ms: let it end, so that the reader is told why
-    )
+    withdraw_grace_s: float = 0.1  # a chunk of 4 MiB at 1 Gbit/s takes 34 ms: its reader is told why
 
     def __post_init__(self) -> None:
         sizes = ("streams", "far_streams", "most_streams", "probe_s", "stream_bytes", "ahead_bytes", "max_connections")
@@ -93,7 +83,7 @@ class TcpSettings:
 
     @property
     def most_greeting_s(self) -> float:
-        """How long a source bears somebody who has not said who it is."""
+        """How long a source bears a stranger that has not greeted."""
         return min(self.greet_s, self.silence_s)
 
     @property

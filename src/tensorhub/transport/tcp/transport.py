@@ -85,7 +85,7 @@ class TcpTransport(Transport):
         return read
 
     def _ending(self, read: TcpRead, on_end: OnEnd) -> OnEnd:
-        """`on_end`, and before it the bookkeeping: who is told that a read ended finds it gone from the statistics."""
+        """`on_end`, and before it the bookkeeping: a read that has ended is gone from the statistics."""
 
         def end(error: TensorHubError | None) -> None:
             with self._lock:

@@ -26,9 +26,7 @@ from ..ranges import advance, flat, one_call, size_of
 from ..threads import track, tracked
 from .settings import MAX_WANT_RANGES, TcpSettings, limit_waits, tune
 
-# --- What ends a connection between two workers, and which of them an error of the kernel's stands for.
-#
-# It must never: leave the transport. The reader turns each of these into an error of the caller's tree.
+# --- What ends a connection between two workers. The reader turns each into an error of the caller's tree.
 
 
 class WireError(Exception):
@@ -62,22 +60,19 @@ def lost(error: OSError) -> WireError:
     return Vanished(f"connection lost: {error}")
 
 
-# --- The end of a conversation: the peer is to read our last words before a reset can take them from it.
+# --- Graceful shutdown: the peer is to read our last words before a reset can take them from it.
 #
 # A socket that is closed while the peer still speaks is reset, and with a reset goes whatever the peer has not got yet:
 # the last chunks, and the reason why there are no more. So its words are read for a while. Where our half for reading
-# was shut, to wake its owner, Linux resets as soon as more words come after our own end. There that end waits until
-# all that was sent has arrived.
-#
-# It must never: wait longer than `LINGER_S` in which nothing arrives, or than `MAX_S` for a peer that takes a little
-# now and then.
+# was shut, to wake its owner, Linux resets as soon as more words come after our own end: there that end waits until all
+# that was sent has arrived. No wait is longer than `LINGER_S` in which nothing arrives, or than `MAX_S`.
 
 
 LINGER_S = 0.5
-MAX_S = 5.0  # some MiB were sent at most: who takes longer wants our thread, not our words
+MAX_S = 5.0  # some MiB were sent at most: a peer that takes longer wants our thread, not our words
 _LINGER_BYTES = 256 * 1024
 _WORDS_BYTES = 16384
-_LOOK_AGAIN_S = 0.002  # the kernel tells nobody that all has arrived
+_LOOK_AGAIN_S = 0.002  # the kernel does not tell that all has arrived
 
 
 def say_goodbye(sock: socket.socket, *, is_deaf: bool, is_cut: Callable[[], bool]) -> None:
@@ -134,7 +129,7 @@ def _unsent_bytes(sock: socket.socket) -> int:
 IS_THERE = sys.platform == "linux" and hasattr(os, "splice")
 
 PIPE_BYTES = 1 << 20  # what a user without rights may ask for; 256 pages
-LEAST_PIPE_BYTES = 1 << 18  # with less, for a user who has many pipes, the calls cost more than the copies
+LEAST_PIPE_BYTES = 1 << 18  # with less, for a user that has many pipes, the calls cost more than the copies
 
 
 class Unlendable(Exception):
@@ -180,11 +175,9 @@ class Pipe:
         return self._in, self._out
 
 
-# --- Sends what lies in room that others wait for, and keeps that room no longer than a moment, whatever the peer
-# does.
+# --- Sends what lies in room that others wait for, and keeps that room for a moment only, whatever the peer does.
 #
-# What the peer has not taken by then is copied, so that the room can go back: the delay is its own, not its
-# neighbours'. It must never: wait for a peer while it keeps such room.
+# What the peer has not taken by then is copied, so that the room can go back.
 
 
 def bounded_send(sock: socket.socket, buffers: Sequence[bytes | memoryview], within_s: float) -> bytes:
@@ -223,9 +216,8 @@ def bounded_send(sock: socket.socket, buffers: Sequence[bytes | memoryview], wit
 #     source  WAITING   the next chunk is not there yet; said every quarter of the silence limit
 #     source  GONE      Refusal(code, message): nothing more will come, and why
 #
-# Rules: a length from the wire is compared with its limit before anything is allocated; header and payload never
-# share a buffer; a wait ends by the kernel's own timeouts. One thread owns a `Wire`; any other may only `cut` or
-# `wake` it. It must never: unpickle, buffer payload, or trust a number that it did not compare.
+# Rules: a length from the wire is compared with its limit before anything is allocated; header and payload never share
+# a buffer; a wait ends by the kernel's own timeouts. One thread owns a `Wire`; any other may only `cut` or `wake` it.
 
 
 MAGIC = b"\x93THubTCP"  # the first byte is not text: no HTTP, TLS or SSH client begins like this
@@ -306,7 +298,7 @@ class Wire:
         self._is_closed = False
         self.is_cut = False
         self._is_deaf = False  # it was woken: what the peer says may go unheard
-        self.heard_bytes = 0  # ever; written by whoever receives, read by anybody
+        self.heard_bytes = 0  # ever; written by the thread that receives
         self.moved: shapes.StreamState | None = None  # the mover receives here, and counts by itself
         self.lent = ctypes.c_uint32(0)  # LENT_TO: the peer may not have taken it yet; CALLED_OUT: nothing may be lent
         self.may_lend = False
@@ -345,7 +337,7 @@ class Wire:
             raise Vanished(str(error)) from error
 
     def cut(self) -> None:
-        """From any thread: whoever waits in this socket returns at once. The owner still has to close it."""
+        """From any thread: a wait in this socket ends at once. The owner still has to close it."""
         self._shutdown(socket.SHUT_RDWR)
 
     def wake(self) -> None:
