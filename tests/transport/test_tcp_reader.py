@@ -5,10 +5,9 @@ import os
 import signal
 import socket
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 
 import pytest
 from hypothesis import given
@@ -16,9 +15,8 @@ from hypothesis import strategies as st
 
 from tensorhub.protocol.errors import SourceLost
 from tensorhub.transport.base import MAX_MANIFEST_BYTES, Export, Progress, Read
-from tensorhub.transport.tcp import reader as tcp_reader
 from tensorhub.transport.tcp import wire as tcp_wire
-from tensorhub.transport.tcp.addresses import dial, format_endpoint, parse_endpoint
+from tensorhub.transport.tcp.addresses import dial
 from tensorhub.transport.tcp.reader import ChunkQueue, Job, StreamCount, TcpRead, Window
 from tensorhub.transport.tcp.settings import TcpSettings
 from tensorhub.transport.tcp.wire import HEADER, VERSION, Hello, Refusal, Vanished, Welcome
@@ -245,88 +243,33 @@ def test_further_streams_are_opened_where_the_first_is_not_enough(
     assert source.statistics()["connections_accepted"] == connections
 
 
-class Limit:
-    """So many bytes a second for all who share it."""
-
-    def __init__(self, bytes_per_s: float) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._free_at = 0.0
-        self._lock = threading.Lock()
-
-    def wait(self, size_bytes: int) -> None:
-        with self._lock:
-            now = time.monotonic()
-            self._free_at = max(self._free_at, now - 0.05) + size_bytes / self._bytes_per_s
-            left_s = self._free_at - now
-        if left_s > 0:
-            time.sleep(left_s)
-
-
-@contextmanager
-def link_to(endpoint: str, limit_of: Callable[[], Limit]) -> Iterator[str]:
-    """Another address of that source, where each connection is held to a limit."""
-    with ExitStack() as stack:
-        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        threads: list[threading.Thread] = []
-
-        def run(work: Callable[[], None]) -> None:
-            threads.append(threading.Thread(target=work))
-            threads[-1].start()
-
-        def carry(one: socket.socket, other: socket.socket, limit: Limit | None) -> None:
-            with suppress(OSError):
-                while data := one.recv(1 << 16):
-                    if limit is not None:
-                        limit.wait(len(data))
-                    other.sendall(data)
-            for end in (one, other):
-                with suppress(OSError):
-                    end.shutdown(socket.SHUT_RDWR)
-
-        def accept() -> None:
-            with suppress(OSError):
-                while True:
-                    reader, _ = listener.accept()
-                    source = socket.create_connection(parse_endpoint(endpoint)[0])
-                    for end in (reader, source):
-                        stack.callback(end.close)
-                    limit = limit_of()
-                    run(lambda reader=reader, source=source: carry(reader, source, None))  # type: ignore[misc]
-                    run(lambda reader=reader, source=source, limit=limit: carry(source, reader, limit))  # type: ignore[misc]
-
-        run(accept)
-        try:
-            yield format_endpoint(("127.0.0.1", listener.getsockname()[1]))
-        finally:
-            listener.shutdown(socket.SHUT_RDWR)
-            for thread in threads:
-                thread.join()
-
-
-@pytest.mark.parametrize("is_gain", [True, False], ids=["each trial is worth it", "each trial is in vain"])
-def test_streams_come_and_go_as_is_judged(tcp: Tcp, is_gain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_native", [True, False])
+def test_streams_come_and_go_as_is_judged(tcp: Tcp, is_native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """How it is judged is shown above: here no busy processor has a say in it."""
-    monkeypatch.setattr(tcp_reader, "GAIN", 0.0 if is_gain else 1e9)
-    right = content(24 * MIB)
-    settings = {"most_streams": 4, "probe_rate_bytes_per_s": 1.0, "probe_s": 0.1, "stream_rate_bytes_per_s": 1e18}
-    source, reader = tcp(), tcp(**settings)
-    shared, opened = Limit(2e7), 0
+    wanted = 4
+    monkeypatch.setattr(StreamCount, "look", lambda *_: wanted)
+    right = content(4000 * CHUNK)
+    source, reader, progress = tcp(), tcp(streams=1, most_streams=4, ahead_bytes=2 * CHUNK), Progress(4000)
+    source.export(Export("k", b"", CHUNK, kit.Pieces(right), progress))
+    target = Target(right, CHUNK, gates=None if is_native else {4000: Gate()})
+    read, ended = start_read(reader, source.endpoint, "k", target)
+    assert isinstance(read, TcpRead)
+    there = 0
 
-    def limit() -> Limit:
-        nonlocal opened
-        opened += 1
-        return Limit(1e7) if is_gain else shared
+    def are_open(count: int) -> bool:
+        nonlocal there
+        progress.mark(there)  # it is judged while chunks come
+        there = min(there + 1, 3900)
+        return source.statistics()["connections_open"] == count
 
-    source.export(full("k", right, MIB // 4))
-    with link_to(source.endpoint, limit) as endpoint:
-        target = Target(right, MIB // 4)
-        read, ended = start_read(reader, endpoint, "k", target)
-        assert ended.wait() is None
-        assert target.buffer == right
-        assert opened == 4 if is_gain else opened >= 2
-        assert isinstance(read, TcpRead)
-        assert is_gain or read.streams in (1, 2)
-    kit.until(lambda: source.statistics()["connections_open"] == 0, "all have left")
+    kit.until(lambda: are_open(4), "three more streams are there")
+    wanted = 1
+    kit.until(lambda: are_open(1), "those that are too many have ended")
+    assert not ended.event.is_set()
+    progress.mark_all(range(4000))
+    assert ended.wait() is None
+    assert target.buffer == right
+    assert read.streams == 1
 
 
 def test_further_streams_take_half_of_the_room_at_most(tcp: Tcp) -> None:
