@@ -13,9 +13,7 @@ NOQA = re.compile(r"noqa(?P<codes>:\s*[A-Z]+[0-9]+(?:\s*,\s*[A-Z]+[0-9]+)*)?(?P<
 MAX_POLL_S = 0.1
 
 # Sleeps in tests that wait for nothing: file::function → what the time is for.
-ALLOWED_SLEEPS: dict[str, str] = {
-    "tests/transport/test_tcp_reader.py::wait": "it plays a link, on which a piece takes so long",
-}
+ALLOWED_SLEEPS: dict[str, str] = {}
 
 
 def unsafe_violations(source: Source) -> list[str]:

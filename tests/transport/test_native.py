@@ -89,6 +89,7 @@ def test_where_it_cannot_be_built_that_is_said_and_no_error(
     variables: dict[str, str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build, "LIBRARY", tmp_path / "mover.so")
+    monkeypatch.delenv(load.VARIABLE, raising=False)
     monkeypatch.delenv("CC", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

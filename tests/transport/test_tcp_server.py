@@ -16,6 +16,7 @@ import pytest
 from tensorhub.memory.streams import Copy, Piece, StagedStream, StagingRing
 from tensorhub.protocol.errors import CorruptTransfer, Refused, SourceLost
 from tensorhub.transport.base import Export, Progress, Scarce
+from tensorhub.transport.native import load
 from tensorhub.transport.ranges import PIECES, Batches
 from tensorhub.transport.tcp import server as tcp_server
 from tensorhub.transport.tcp import wire as tcp_wire
@@ -345,7 +346,7 @@ def test_chunks_come_in_the_order_asked_for(tcp: Tcp) -> None:
 
 LENDS = {"streams": 1, "stream_bytes": 8 * MIB, "lend_rate_bytes_per_s": 0, "lend_piece_bytes": 1}
 LENT_CHUNK = 64 * 1024
-lends = pytest.mark.skipif(not tcp_wire.IS_THERE, reason="vmsplice is a call of Linux")
+lends = pytest.mark.skipif(load.library() is None, reason=f"the mover lends, and there is none: {load.why_not()}")
 
 
 class Pair:

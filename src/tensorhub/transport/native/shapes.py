@@ -25,10 +25,15 @@ WAIT_FOR_LEAVE, MAY_WRITE, MAY_NOT_WRITE = range(3)
 ASKS_LEAVE, IS_FAST, HAS_NEWS, HAS_ENDED, IS_WHOLE = 1, 2, 4, 8, 16
 
 
+def _of(kind: type, names: str) -> tuple[tuple[str, type], ...]:
+    """Fields of one type that follow each other."""
+    return tuple((name, kind) for name in names.split())
+
+
 class StopFlag(Structure):
     """Set once, for good."""
 
-    _fields_ = (("is_set", c_uint32), ("inside", c_uint32))
+    _fields_ = _of(c_uint32, "is_set inside")
 
 
 class Marks(Structure):
@@ -36,76 +41,42 @@ class Marks(Structure):
 
     _fields_ = (
         ("have", c_void_p),
-        ("count", c_uint64),
-        ("prefix", c_uint64),
-        ("changed", c_uint32),
-        ("waiters", c_uint32),
-        ("has_failed", c_uint32),
-        ("unused", c_uint32),
+        *_of(c_uint64, "count prefix"),
+        *_of(c_uint32, "changed waiters has_failed unused"),
     )
 
 
 class Loop(Structure):
     """Two loops around a run of bytes."""
 
-    _fields_ = (("count", c_uint64), ("stride", c_uint64), ("counts", c_uint64), ("strides", c_uint64))
+    _fields_ = _of(c_uint64, "count stride counts strides")
 
 
 class Table(Structure):
     """Where the bytes of a stream lie."""
 
-    _fields_ = (
-        ("pairs", c_void_p),
-        ("starts", c_void_p),
-        ("count", c_uint64),
-        ("size", c_uint64),
-        ("loops", c_void_p),
-    )
+    _fields_ = (*_of(c_void_p, "pairs starts"), *_of(c_uint64, "count size"), ("loops", c_void_p))
 
 
 class Large(Structure):
     """Memory that others map, and of which of its large pages the kernel was asked for."""
 
-    _fields_ = (
-        ("address", c_uint64),
-        ("size", c_uint64),
-        ("asked", c_void_p),
-        ("is_refused", c_uint32),
-        ("unused", c_uint32),
-    )
+    _fields_ = (*_of(c_uint64, "address size"), ("asked", c_void_p), *_of(c_uint32, "is_refused unused"))
 
 
 class Keep(Structure):
     """Part of a batch in scratch memory, and where it is kept."""
 
-    _fields_ = (
-        ("from", c_uint64),
-        ("to", c_uint64),
-        ("run", c_uint64),
-        ("count", c_uint64),
-        ("from_stride", c_uint64),
-        ("to_stride", c_uint64),
-        ("counts", c_uint64),
-        ("from_strides", c_uint64),
-        ("to_strides", c_uint64),
-    )
+    _fields_ = _of(c_uint64, "from to run count from_stride to_stride counts from_strides to_strides")
 
 
 class Batches(Structure):
     """What a reader wants of a stream, batch by batch."""
 
     _fields_ = (
-        ("bounds", c_void_p),
-        ("flags", c_void_p),
+        *_of(c_void_p, "bounds flags"),
         ("count", c_uint64),
-        ("first_row", c_void_p),
-        ("needs", c_void_p),
-        ("first_tile", c_void_p),
-        ("tiles", c_void_p),
-        ("first_keep", c_void_p),
-        ("keeps", c_void_p),
-        ("first_turn", c_void_p),
-        ("turns", c_void_p),
+        *_of(c_void_p, "first_row needs first_tile tiles first_keep keeps first_turn turns"),
     )
 
 
@@ -124,23 +95,12 @@ class ReadState(Structure):
         ("until", c_void_p),
         ("large", POINTER(Large)),
         ("doubted", c_void_p),
-        ("ahead_s", c_double),
-        ("fast_bytes_per_s", c_double),
-        ("tell_s", c_double),
-        ("ahead_first", c_uint64),
-        ("ahead_most", c_uint64),
-        ("tile_bytes", c_uint64),
-        ("lock", c_uint32),
-        ("streams", c_uint32),
+        *_of(c_double, "ahead_s fast_bytes_per_s tell_s"),
+        *_of(c_uint64, "ahead_first ahead_most tile_bytes"),
+        *_of(c_uint32, "lock streams"),
         ("next", c_uint64),
-        ("is_over", c_uint32),
-        ("events", c_uint32),
-        ("may_write", c_uint32),
-        ("is_lent_to", c_uint32),
-        ("received_bytes", c_uint64),
-        ("received_chunks", c_uint64),
-        ("stored_chunks", c_uint64),
-        ("stored_bytes", c_uint64),
+        *_of(c_uint32, "is_over events may_write is_lent_to"),
+        *_of(c_uint64, "received_bytes received_chunks stored_chunks stored_bytes"),
         ("tell_at", c_double),
     )
 
@@ -150,10 +110,7 @@ class DigestState(Structure):
 
     _fields_ = (
         ("lanes", c_uint64 * 8),
-        ("size", c_uint64),
-        ("seen", c_uint64),
-        ("stripes", c_uint64),
-        ("taken", c_uint64),
+        *_of(c_uint64, "size seen stripes taken"),
         ("held", c_ubyte * 240),
         ("last", c_ubyte * 64),
     )
@@ -164,38 +121,17 @@ class StreamState(Structure):
 
     _fields_ = (
         ("read", POINTER(ReadState)),
-        ("descriptor", c_int32),
-        ("is_local", c_int32),
-        ("pid", c_int32),
-        ("pidfd", c_int32),
-        ("is_mapped", c_int32),
-        ("is_hashing", c_int32),
+        *_of(c_int32, "descriptor is_local pid pidfd is_mapped is_hashing"),
         ("theirs", Table),
         ("seal_address", c_uint64),
         ("seal", c_ubyte * 16),
         ("scratch", c_void_p),
-        ("status", c_int32),
-        ("error", c_int32),
-        ("kind", c_uint64),
-        ("length", c_uint64),
-        ("number", c_uint64),
-        ("chunk", c_uint64),
-        ("tile", c_uint64),
-        ("heard_bytes", c_uint64),
-        ("read_bytes", c_uint64),
-        ("ready", c_uint64),
-        ("ready_count", c_uint64),
-        ("ahead", c_uint64),
-        ("first", c_uint64),
-        ("count", c_uint64),
+        *_of(c_int32, "status error"),
+        *_of(c_uint64, "kind length number chunk tile heard_bytes read_bytes ready ready_count ahead first count"),
         ("asked", c_uint64 * MAX_AHEAD),
         ("asked_at", c_double * MAX_AHEAD),
-        ("is_lent", c_int32),
-        ("is_bridging", c_int32),
-        ("is_judging_speed", c_int32),
-        ("is_started", c_int32),
-        ("index", c_uint32),
-        ("unused", c_uint32),
+        *_of(c_int32, "is_lent is_bridging is_judging_speed is_started"),
+        *_of(c_uint32, "index unused"),
         ("digest", DigestState),
         ("thread", c_ulong),
         ("words", c_ubyte * WORDS_BYTES),
@@ -207,34 +143,18 @@ class ServeState(Structure):
 
     _fields_ = (
         ("table", Table),
-        ("chunk_bytes", c_uint64),
-        ("chunk_count", c_uint64),
+        *_of(c_uint64, "chunk_bytes chunk_count"),
         ("batches", POINTER(Batches)),
         ("progress", POINTER(Marks)),
         ("ended", POINTER(StopFlag)),
-        ("descriptor", c_int32),
-        ("is_announcing", c_int32),
+        *_of(c_int32, "descriptor is_announcing"),
         ("keepalive_s", c_double),
         ("lent", c_void_p),
-        ("may_lend", c_int32),
-        ("pipe_in", c_int32),
-        ("pipe_out", c_int32),
-        ("is_fast", c_int32),
-        ("lend_bytes_per_s", c_double),
-        ("window_began", c_double),
-        ("lend_piece_bytes", c_uint64),
-        ("window_bytes", c_uint64),
-        ("status", c_int32),
-        ("error", c_int32),
-        ("kind", c_uint64),
-        ("length", c_uint64),
-        ("number", c_uint64),
-        ("sent_bytes", c_uint64),
-        ("sent_chunks", c_uint64),
-        ("lent_bytes", c_uint64),
-        ("range_count", c_uint64),
-        ("range_next", c_uint64),
-        ("at", c_uint64),
+        *_of(c_int32, "may_lend pipe_in pipe_out is_fast"),
+        *_of(c_double, "lend_bytes_per_s window_began"),
+        *_of(c_uint64, "lend_piece_bytes window_bytes"),
+        *_of(c_int32, "status error"),
+        *_of(c_uint64, "kind length number sent_bytes sent_chunks lent_bytes range_count range_next at"),
         ("idle_since", c_double),
         ("ranges", c_uint64 * (2 * MAX_RANGES)),
         ("words", c_ubyte * MAX_WANT_BYTES),
@@ -245,20 +165,14 @@ class OffloadState(Structure):
     """Chunks that are copied inside this process."""
 
     _fields_ = (
-        ("source", Table),
-        ("into", Table),
-        ("chunk_bytes", c_uint64),
-        ("tile_bytes", c_uint64),
+        *_of(Table, "source into"),
+        *_of(c_uint64, "chunk_bytes tile_bytes"),
         ("digests", c_void_p),
         ("large", POINTER(Large)),
-        ("next", c_uint64),
-        ("stop", c_uint64),
-        ("threads", c_uint32),
-        ("has_failed", c_uint32),
-        ("status", c_int32),
-        ("error", c_int32),
-        ("chunk", c_uint64),
-        ("at", c_uint64),
+        *_of(c_uint64, "next stop"),
+        *_of(c_uint32, "threads has_failed"),
+        *_of(c_int32, "status error"),
+        *_of(c_uint64, "chunk at"),
     )
 
 
