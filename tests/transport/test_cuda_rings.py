@@ -16,7 +16,7 @@ from tensorhub.transport.cuda import PINNED, RING, SLOTS, CudaServer, CudaStream
 from tensorhub.transport.tcp import wire as tcp_wire
 from tensorhub.transport.tcp.wire import Wire
 
-from . import kit, test_contract, test_contract_faults
+from . import kit, test_contract
 from .conftest import Make
 from .kit import DEADLINE_S, MIB, Target, content, full, read_all, stand_in, start_read
 
@@ -25,16 +25,16 @@ RINGS = {"cuda-stand-in-ring": "a ring on the device", "cuda-stand-in-pinned": "
 
 test_everything_arrives = test_contract.test_everything_arrives
 test_a_chain_of_sources = test_contract.test_chain_of_sources_that_are_themselves_filling
-test_chunks_in_any_order = test_contract.test_chunks_that_become_complete_in_any_order
+test_chunks_in_any_order = (
+    test_contract.test_a_waiting_source_is_not_a_silent_one_and_chunks_become_complete_in_any_order
+)
 test_a_failed_source_says_why = test_contract.test_a_failed_source_says_why
-test_several_reads_at_once = test_contract.test_several_reads_of_one_export_at_once
+test_several_reads_at_once = test_contract.test_several_readers_at_once_and_a_slow_one_disturbs_no_other
 test_stop_ends_a_read_without_error = test_contract.test_stop_ends_a_read_without_error
 test_no_write_after_the_end = test_contract.test_no_write_after_the_end
 test_nothing_grows_over_many_reads = test_contract.test_nothing_grows_over_many_reads
-test_withdraw_wakes_a_source_that_waits = test_contract_faults.test_withdraw_wakes_a_source_that_waits
-test_memory_that_cannot_be_read = (
-    test_contract_faults.test_memory_that_cannot_be_read_is_the_sources_fault_and_only_this_reads
-)
+test_withdraw_wakes_a_source_that_waits = test_contract.test_withdraw_wakes_a_source_that_waits
+test_memory_that_cannot_be_read = test_contract.test_memory_that_cannot_be_read_is_the_sources_fault_and_only_this_reads
 
 
 @pytest.fixture(params=list(RINGS))
