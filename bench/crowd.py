@@ -176,10 +176,6 @@ class Crowd:
             reader.thin.call(verb, spec, timeout_s=within_s)
         await _until(lambda: not left, within_s, f"{verb} has ended for all")
 
-    def count_reads(self) -> int:
-        """How many of them read now."""
-        return sum(reader.thin.read is not None for reader in self.readers)
-
     def figures(self) -> dict[str, object]:
         """Since `begin`: what reports waited for (sorted, seconds), sessions and connections, the loop's lateness."""
         waits = [wait for reader in self.readers for wait in reader.waits + reader.overdue()]

@@ -5,7 +5,7 @@ from statistics import fmean, median
 
 import msgspec
 
-from .events import SERVER, TRAINER, AnyEvent, Fault, Generated, Kept, Made, Published, Refilled, Trained, Updated
+from .events import TRAINER, AnyEvent, Fault, Generated, Kept, Made, Published, Refilled, Trained, Updated
 from .progress import RECENT, Progress
 
 START_STEPS, END_STEPS = 5, RECENT  # over which the reward at the start and at the end is averaged
@@ -255,8 +255,3 @@ def _mean(values: list[float]) -> float:
 def bytes_from(by_source: dict[str, int], *, trainer: bool) -> int:
     """Bytes received from the trainer, or from everybody else."""
     return sum(size for source, size in by_source.items() if (source == TRAINER) is trainer)
-
-
-def server_restarts(summary: Summary) -> list[FaultSummary]:
-    """When the reference server came back."""
-    return [fault for fault in summary.faults if fault.process == SERVER and fault.what == "restarted"]

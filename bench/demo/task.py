@@ -16,7 +16,6 @@ END_OF_PROMPT = len(ALPHABET)  # "="
 VOCABULARY = len(ALPHABET) + 1
 PROMPT_TOKENS = LETTERS + 1
 ANSWER_TOKENS = LETTERS
-CHANCE = VOCABULARY**-LETTERS  # a policy that knows nothing is right this often: 0.3 %
 
 Tokens = NDArray[np.uint8]
 Floats = NDArray[np.float32]

@@ -12,7 +12,7 @@ import tensorhub
 from runtime.kit import eventually
 from tensorhub import aio
 from tensorhub.protocol.status import TensorView
-from tensorhub.runtime import descriptions, questions
+from tensorhub.runtime import questions
 
 
 def test_an_empty_server_has_nothing(server):
@@ -130,13 +130,13 @@ def test_a_manifest_with_another_root_is_not_believed(server, join, monkeypatch)
     """Its holder lies, or has other content."""
     trainer, _ = join("t", 1.0)
     trainer.publish(1, metadata=SAID)
-    describe = descriptions.wait_for_description
+    describe = questions.wait_for_description
 
     async def otherwise(*arguments):
         found, layout = await describe(*arguments)
         return replace(found, root="0" * 32), layout
 
-    monkeypatch.setattr(descriptions, "wait_for_description", otherwise)
+    monkeypatch.setattr(questions, "wait_for_description", otherwise)
     with pytest.raises(tensorhub.SourceLost, match="has shown the manifest of something else"):
         tensorhub.connect(server.address).metadata("m")
 

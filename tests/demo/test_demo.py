@@ -50,7 +50,8 @@ def test_whatever_breaks_the_run_ends_and_proves_itself(tmp_path: Path, updates:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL])
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_ended_by_others_it_leaves_nobody_behind(tmp_path: Path, number: signal.Signals) -> None:
     demo = subprocess.Popen([sys.executable, "-c", RUN, str(tmp_path)], stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + DEADLINE_S

@@ -125,6 +125,7 @@ def test_memory_that_is_overwritten_after_unpublish_is_never_taken_for_the_versi
     assert set(bytes_by_transport(target)) == {way}
 
 
+@pytest.mark.long
 def test_the_trainer_is_killed_and_rollouts_serve_latest_to_a_new_joiner(start):
     cluster = start()
     trainer, *rollouts = cluster.replicas("trainer", "rollout-1", "rollout-2")
