@@ -15,7 +15,16 @@ from .runtime.config import options_without_token, parse_seconds
 from .runtime.questions import parse_number
 
 if TYPE_CHECKING:
+    import torch
+
     from .api import Weights
+
+
+def is_mapped(tensor: "torch.Tensor") -> bool:
+    """False where the tensor's device has no memory behind its address: an engine that sleeps took it back."""
+    from .memory import cuda
+
+    return cuda.is_mapped(tensor)
 
 
 def check_step(

@@ -143,6 +143,23 @@ def test_what_an_earlier_version_has_computed_is_cleared(server, publish, make, 
         assert (llm.model.kv_cache[0] == 0).all()
 
 
+def test_memory_that_sleeps_is_neither_cleared_nor_loaded(server, publish, make):
+    """Weights wake before an update, the cache of keys and values may wake after it."""
+    publish(1, w=torch.ones(4, 4))
+    llm = make(w=(4, 4))
+    with attach(llm, server) as updater:
+        llm.model.kv_cache = [torch.full((2,), torch.nan)]
+        asleep = [llm.model.w, llm.model.kv_cache[0]]
+        publish(2, w=torch.full((4, 4), 2.0))
+        with mock.patch("tensorhub.memory.cuda.is_mapped", lambda tensor: all(tensor is not each for each in asleep)):
+            with pytest.raises(tensorhub.TensorHubError, match="no memory is behind 1 parameters, 'w' for one"):
+                updater.update(timeout=10)
+            del asleep[0]
+            assert updater.update(timeout=10) == 2
+        assert (llm.model.w == 2).all()
+        assert llm.model.kv_cache[0].isnan().all()
+
+
 def test_an_error_says_why_a_load_has_failed(server, publish, make):
     publish(1, w=torch.ones(4, 4))
     llm = make(w=(4, 4))

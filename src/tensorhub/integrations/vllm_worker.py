@@ -30,6 +30,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 import tensorhub
 
+from ..steps import is_mapped
 from . import vllm_plan
 from .vllm import BACKEND
 from .vllm_engines import NOTHING, WAIT_S
@@ -273,6 +274,10 @@ class Reload:
     def load(self, version: int) -> None:
         """Over the version before. A load that fails leaves a mixture, which the next one mends."""
         assert self.published is not None, "fetched before"
+        asleep = [name for name, each in self._model.named_parameters() if not is_mapped(each)]
+        if asleep:
+            text = f"vLLM sleeps: no memory is behind {len(asleep)} parameters, {asleep[0]!r} for one"
+            raise tensorhub.UsageError(text, hint="wake_up() comes before update()")
         self._is_loaded = False
         if self._device.type == "cpu":
             _forget_kernels_of_experts(self._model)
@@ -707,10 +712,11 @@ def _clear_caches(model: torch.nn.Module) -> None:
     """Zeros for keys and values that an earlier version has computed: a NaN among them would spoil what comes after.
 
     vLLM forgets to whom they belong, and attention multiplies what lies there by 0, which leaves NaN what it is.
+    A cache that sleeps has no memory until vLLM wakes it, and then other memory.
     """
     for layer in model.modules():
         for cache in torch.utils._pytree.tree_leaves(getattr(layer, "kv_cache", None)):
-            if isinstance(cache, torch.Tensor) and not cache.is_meta:
+            if isinstance(cache, torch.Tensor) and not cache.is_meta and is_mapped(cache):
                 cache.zero_()
 
 

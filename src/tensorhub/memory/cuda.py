@@ -127,6 +127,11 @@ def _is_mapped(piece: Piece) -> bool:
     return not _can_tell(piece.device) or _has_memory(piece.address)
 
 
+def is_mapped(tensor: torch.Tensor) -> bool:
+    """False where the driver says that no memory is behind the tensor's address: an engine that sleeps took it back."""
+    return tensor.device.type != "cuda" or not _can_tell(str(tensor.device)) or _has_memory(tensor.data_ptr())
+
+
 @cache
 def _can_tell(device: str) -> bool:
     """The driver says of memory that is there that it is there."""
