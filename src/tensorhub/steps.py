@@ -5,7 +5,7 @@ waits for the others as long as their calls may take, which is said here too.
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .memory.modules import boxes_of_dtensor as boxes_of_dtensor
 from .memory.modules import parts_of_module as parts_of_module
@@ -15,12 +15,10 @@ from .runtime.config import options_without_token, parse_seconds
 from .runtime.questions import parse_number
 
 if TYPE_CHECKING:
-    import torch
-
     from .api import Weights
 
 
-def is_mapped(tensor: "torch.Tensor") -> bool:
+def is_mapped(tensor: Any) -> bool:
     """False where the tensor's device has no memory behind its address: an engine that sleeps took it back."""
     from .memory import cuda
 
