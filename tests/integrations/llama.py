@@ -133,8 +133,3 @@ class Trainer(Judge):
         """Another random model, far from the one before."""
         with self.publisher.step(version):
             self.change()
-
-    def publish_anew(self, server):
-        """Another random model, of another job: it is version 0 again."""
-        self.change()
-        self.publisher = fsdp.attach(self.module, "policy", replica="trainer", server=server)
