@@ -20,7 +20,7 @@ from tensorhub.integrations.checkpoint_names import Names, as_checkpoint
 from tensorhub.integrations.whole import Whole
 from tensorhub.steps import state_of_module
 
-from .tiny import tiny
+from .llama import tiny
 
 
 def published(module, **options):

@@ -2,7 +2,10 @@
 
 import contextlib
 import importlib
+import json
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -101,7 +104,7 @@ class Model(torch.nn.Module):
 
 
 class LLM:
-    """What drives the one rank, as `vllm.LLM` does."""
+    """What drives the one rank, as `vllm.LLM` does: no update begins, and no rank leaves, before one has ended."""
 
     def __init__(self, engine: type, model: Model) -> None:
         parallel = SimpleNamespace(rank=0, world_size=1, data_parallel_size=1, distributed_executor_backend="uni")
@@ -121,9 +124,11 @@ class LLM:
         self.is_updating = True
 
     def update_weights(self, request: dict[str, Any]) -> None:
+        assert self.is_updating
         self.rank.update_weights(request["update_info"])
 
     def finish_weight_update(self) -> None:
+        assert self.is_updating
         self.rank.finish_weight_update()
         self.is_updating = False
 
@@ -133,7 +138,54 @@ class LLM:
     def reset_prefix_cache(self, *, reset_running_requests: bool) -> None: ...
 
     def collective_rpc(self, name: str) -> None:
+        assert not self.is_updating
         self.rank.shutdown()
+
+
+class Server:
+    """An LLM behind HTTP, as vLLM serves it: notes (path, body), and fails once at each path of `fails`."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm, self.calls, self.is_paused, ours = llm, [], False, self
+        self.fails: set[str] = set()
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                path = self.path.split("?")[0]
+                try:
+                    ours.carry_out(path, body)
+                    self.send_response(200)
+                except Exception as error:  # noqa: BLE001 - its client judges it
+                    if path == "/update_weights":  # as vLLM 0.32 does: that ends the update
+                        llm.is_updating = False
+                    self.send_response(500, str(error))
+                self.end_headers()
+
+            def log_message(self, *_: Any) -> None: ...
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def carry_out(self, path: str, body: dict[str, Any]) -> None:
+        self.calls.append((path, body))
+        if path in self.fails:
+            self.fails.remove(path)
+            raise RuntimeError("once")
+        if path in ("/pause", "/resume"):
+            self.is_paused = path == "/pause"
+        elif path == "/update_weight_version":
+            self.llm.update_weight_version(body["new_version"])
+        elif path == "/shutdown_weight_transfer_engine":
+            self.llm.collective_rpc(path)
+        else:
+            getattr(self.llm, path[1:])(*([body] if body else []))
+
+    def close(self) -> None:
+        self.llm.rank.shutdown()
+        self._server.shutdown()
+        self._server.server_close()
 
 
 @contextlib.contextmanager

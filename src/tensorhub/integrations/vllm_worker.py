@@ -32,10 +32,9 @@ import tensorhub
 
 from ..steps import is_mapped
 from . import vllm_plan
-from .vllm import BACKEND
-from .vllm_engines import NOTHING, WAIT_S
+from .vllm import BACKEND, NOTHING
 from .vllm_plan import PROCESSED, Published, Taken, planned, refuse, refuse_unused
-from .whole import Whole, layout_of_whole, newest_version, of_view
+from .whole import WAIT_S, Whole, layout_of_whole, newest_version, of_view
 
 LEAVE_IN_PLACE_S = 1.0  # for what has never held anything
 ONCE = "_already_called_process_weights_after_loading"  # vLLM's mark for layers that it must not process twice
