@@ -10,16 +10,15 @@ from random import Random
 
 import msgspec
 import numpy as np
-import xxhash
 
-from tensorhub.memory.digests import NO_ALGORITHM
 from tensorhub.memory.registration import Registration, register
-from tensorhub.protocol.errors import CorruptTransfer
 from tensorhub.protocol.layout import Box
 from tensorhub.protocol.manifest import TileManifest
-from tensorhub.reshard.copies import SOURCE, TARGET, Bytes, Copies, carry_out
-from tensorhub.reshard.grid import BoxTable, table_of
-from tensorhub.reshard.plan import Memory, Plan
+from tensorhub.reshard.grid import BoxTable, Tiles, table_of
+from tensorhub.reshard.plan import Source
+from tensorhub.reshard.read import Across
+from tensorhub.reshard.wire import Cut
+from tensorhub.transport.ranges import gather
 
 DTYPES = ("uint8", "int16", "float32", "int64")
 Model = dict[str, np.ndarray]
@@ -63,12 +62,6 @@ class Shard:
         for its in self.boxes.values():
             its += [msgspec.structs.replace(box, name=other) for box in its if box.name == name]
         self.views += [(msgspec.structs.replace(box, name=other), view) for box, view in self.views if box.name == name]
-
-    def memory(self, start: int, stop: int) -> np.ndarray:
-        """Bytes of the stream, as the functions under test are given them."""
-        with self.registration.stream.writing(start, stop) as views:
-            (view,) = views if start < stop else (memoryview(bytearray()),)
-            return np.frombuffer(view, np.uint8)
 
     def has(self, name: str) -> bool:
         """Whether it has a part of that global tensor."""
@@ -215,33 +208,16 @@ def _as_columns(chance, shard, name, group, dtype) -> None:  # type: ignore[no-u
     shard.add_array(name, array, placed)
 
 
-def carry_out_plan(plan: Plan, manifest: TileManifest, sources: Sequence[Memory], target: Memory) -> None:
-    """Fetch every tile. Raises `CorruptTransfer`, naming the tile, at the first one that is not what was announced."""
-    scratch = np.zeros(int(np.max(plan.size_bytes, initial=0)), np.uint8)
-    slots = plan.tiles.slot[plan.tile].tolist()
-    for fetch, (slot, source) in enumerate(zip(slots, plan.source.tolist(), strict=True)):
-        data = scratch[: int(plan.size_bytes[fetch])]
-        copies = plan.copies.only(fetch, fetch + 1)
-        _move(copies.gathering(), SOURCE, sources[source], data)
-        if manifest.algorithm != NO_ALGORITHM:
-            found = xxhash.xxh3_128_digest(data.data)
-            if found != manifest.digest_of(slot):
-                raise CorruptTransfer(
-                    f"{plan.tiles.text(int(plan.tile[fetch]))} has digest {found.hex()},"
-                    f" announced was {manifest.digest_of(slot).hex()}"
-                )
-        keeps = copies.scattering() if plan.is_direct[fetch] else plan.keeps.only(fetch, fetch + 1)
-        _move(keeps, TARGET, target, data)
-
-
-def _move(copies: Copies, side: int, memory: Memory, data: Bytes) -> None:
-    """Between a shard's stream, on that side, and `data` on the other: row by row, for each lies in one tensor."""
-    for index in range(len(copies)):
-        row = Copies(copies.rows[index : index + 1].copy(), copies.of[index : index + 1])
-        first, last = row.extent(side)
-        row.rows[:, side] -= first
-        lent = memory(first, last)
-        if side == SOURCE:
-            carry_out(row, lent, data)
-        else:
-            carry_out(row, data, lent)
+def fill_across(
+    reader: Registration, tiles: Tiles, manifest: TileManifest, sources: Sequence[Source], shards: Sequence[Shard]
+) -> Across:
+    """Fetch every tile, batch by batch. Raises `CorruptTransfer` at the first one that is not what was announced."""
+    across = Across(reader, tiles, manifest)
+    for leg in across.legs(sources):
+        for batch in leg.begin(Cut(leg.source.table, tiles.grid, leg.source.manifest).encode()):
+            ranges = leg.batches.rows.ranges(*leg.batches.span(batch))
+            with leg.stream.writing(*leg.batches.span(batch)) as (view,):
+                view[:] = gather(shards[leg.number].registration.stream, ranges)
+                leg.accept(batch, [view])
+            leg.stored(batch)
+    assert across.missing == 0

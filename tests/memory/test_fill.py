@@ -69,7 +69,6 @@ def test_a_fill_gives_the_source_s_bytes(
     assert np.array_equal(filled["a"], tensors(7)["a"])
     assert sink.progress.is_complete
     assert prefixes == [0] * (manifest.chunk_count - 1) + [manifest.chunk_count]
-    assert sink.statistics() == {"bytes_verified": source.size_bytes, "bytes_unverified": 0, "bytes_rejected": 0}
     assert build_manifest(target, CHUNK).root() == manifest.root()
 
 
@@ -89,7 +88,6 @@ def test_a_damaged_chunk_is_named_not_counted_and_wanted_again(
     assert 1 in sink.begin(manifest.encode())
     move(source, sink, 1)
     assert sink.progress.has(1)
-    assert sink.statistics() == {"bytes_verified": CHUNK, "bytes_unverified": 0, "bytes_rejected": CHUNK}
 
 
 def test_a_chunk_of_the_wrong_length_or_number_is_corrupt(manifest: Manifest, filled: dict[str, np.ndarray]) -> None:
@@ -113,7 +111,6 @@ def test_other_content_is_refused_before_a_byte_is_written(manifest: Manifest, f
     for nonsense in (b"", b"\xff" * 100, manifest.encode()[:-1]):
         with pytest.raises(CorruptTransfer, match="malformed manifest"):
             sink.begin(nonsense)
-    assert not sink.has_begun
     assert len(sink.begin(manifest.encode())) == manifest.chunk_count
 
 
@@ -135,7 +132,6 @@ def test_unverifiable_content_is_refused_unless_asked_for(source: Registration, 
     for chunk in sink.begin(manifest.encode()):
         move(source, sink, chunk)
     assert image_of(target) == image_of(source)
-    assert sink.statistics()["bytes_unverified"] == source.size_bytes
 
 
 def test_an_algorithm_of_a_newer_release_is_refused(manifest: Manifest, filled: dict[str, np.ndarray]) -> None:
@@ -219,4 +215,3 @@ def test_four_threads_fill_together() -> None:
     assert prefixes == sorted(prefixes)
     assert prefixes[-1] == manifest.chunk_count == len(prefixes)
     assert sorted(rejected) == [chunk for chunk in range(manifest.chunk_count) if chunk % 7 == 0]
-    assert sink.statistics()["bytes_verified"] == given.size_bytes

@@ -15,7 +15,7 @@ Never: change a byte, hash what a device may still be writing (`Registration.set
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
@@ -58,14 +58,13 @@ def build_manifest(
     *,
     verify: Verify = "full",
     salt: str = "",
-    threads: int | None = None,
+    threads: int = MAX_THREADS,
 ) -> Manifest:
     """The manifest of the bytes as they are now, read in parallel. Blocks. The tensors must not be written meanwhile.
 
     With verify="none" nothing is read, and `salt` must be unique to this content; with "full" it is left out, so that
-    equal bytes have equal roots. `threads` is at most this process's cores and 8 by default. Chunks that lie on a CUDA
-    device are hashed there, where it can. Raises `UsageError` that names the tensors whose memory was freed, and
-    `HostMemoryFull`.
+    equal bytes have equal roots. Chunks that lie on a CUDA device are hashed there, where it can. Raises `UsageError`
+    that names the tensors whose memory was freed, and `HostMemoryFull`.
     """
     check_verify(verify)
     if chunk_bytes < 1:
@@ -77,9 +76,8 @@ def build_manifest(
         if not salt:
             raise UsageError('verify="none" needs a salt, so that this content is never taken for other content')
         return Manifest(layout, size_bytes, chunk_bytes, NO_ALGORITHM, b"", salt)
-    chunks = range(chunk_count(size_bytes, chunk_bytes))
     gone: list[int] = []
-    digests = _each_digest(registration.stream, chunk_bytes, chunks, threads, gone)
+    digests = _each_digest(registration.stream, chunk_bytes, gone, threads)
     if gone:
         raise UsageError(
             f"the memory of these tensors was freed while they were hashed: {some(freed(registration, gone))}",
@@ -100,7 +98,7 @@ def check_length(registration: Registration, chunk_bytes: int, verify: Verify) -
         )
 
 
-def changed_chunks(registration: Registration, manifest: Manifest, *, threads: int | None = None) -> list[int]:
+def changed_chunks(registration: Registration, manifest: Manifest) -> list[int]:
     """The chunks whose bytes now differ from the manifest's. Raises `UsageError` if the manifest has no digests."""
     if manifest.algorithm != ALGORITHM:
         raise UsageError(
@@ -111,8 +109,7 @@ def changed_chunks(registration: Registration, manifest: Manifest, *, threads: i
     if mine != manifest.layout or registration.size_bytes != manifest.size_bytes:
         raise LayoutMismatch(f"the manifest is of layout {manifest.layout}, the registered tensors are of {mine}")
     registration.settle()
-    chunks = range(manifest.chunk_count)
-    found = _each_digest(registration.stream, manifest.chunk_bytes, chunks, threads, [])
+    found = _each_digest(registration.stream, manifest.chunk_bytes, [])
     return [chunk for chunk, value in enumerate(found) if value != manifest.digest_of(chunk)]
 
 
@@ -230,9 +227,7 @@ class _Asked:
     found: bytes | None = None  # empty where the device could not
 
 
-def _each_digest(
-    stream: ByteStream, chunk_bytes: int, chunks: Sequence[int], threads: int | None, gone: list[int]
-) -> list[bytes]:
+def _each_digest(stream: ByteStream, chunk_bytes: int, gone: list[int], threads: int = MAX_THREADS) -> list[bytes]:
     """Of each chunk; empty for one whose memory is not all there any more, of which `gone` gets the first byte."""
     found: dict[int, bytes] = {}
     if isinstance(stream, OnDevice):
@@ -252,20 +247,8 @@ def _each_digest(
             gone.append(error.at)
             return b""
 
+    chunks = range(chunk_count(stream.size_bytes, chunk_bytes))
     rest = [chunk for chunk in chunks if chunk not in found]
-    if rest:
-        found.update(zip(rest, _in_threads(one, rest, _thread_count(len(rest), threads)), strict=True))
+    threads = min(core_count(), threads)
+    found.update(zip(rest, in_parallel(one, rest, threads=threads, name="digest"), strict=True))
     return [found[chunk] for chunk in chunks]
-
-
-def _in_threads(work: Callable[[int], bytes], items: Sequence[int], threads: int) -> list[bytes]:
-    share = max(1, -(-len(items) // (threads * 4)))  # a few runs of neighbours for each thread: few futures, even ends
-    runs = [items[at : at + share] for at in range(0, len(items), share)]
-    found = in_parallel(lambda run: [work(item) for item in run], runs, threads=threads, name="digest")
-    return [value for run in found for value in run]
-
-
-def _thread_count(chunks: int, threads: int | None) -> int:
-    if threads is not None and threads < 1:
-        raise UsageError(f"threads={threads}: hashing needs at least one")
-    return max(1, min(threads or min(core_count(), MAX_THREADS), chunks))

@@ -20,22 +20,65 @@ from ..protocol.errors import CorruptTransfer, InvariantViolation, LayoutMismatc
 from ..protocol.manifest import Manifest, decode_manifest
 from ..protocol.names import Digest
 from ..transport.base import ByteStream, Progress, StopFlag, Terms
-from .digests import (
-    ALGORITHM,
-    NO_ALGORITHM,
-    InPlaceDigests,
-    Verify,
-    check_verify,
-    digest,
-    tensors_of,
-)
+from .digests import ALGORITHM, NO_ALGORITHM, InPlaceDigests, Verify, check_verify, digest, tensors_of
 from .registration import Registration
 
 REJECTED, ACCEPTED, DUE = range(3)  # of a chunk. Due: its length is right, and its digest comes once it is in place
 NAMES_SHOWN = 3  # of the tensors in a bad chunk; a chunk of 4 MiB can hold thousands
 
 
-class FillSink:
+class Fill:
+    """What fills registered tensors, until it is revoked."""
+
+    is_cross_site = False
+
+    def __init__(self, registration: Registration, verify: Verify, on_stored: Callable[[int], None] | None) -> None:
+        """`on_stored` is told the prefix of chunks, one call at a time, in a transport's thread."""
+        check_verify(verify)
+        self.registration = registration
+        self.is_checking = verify == "full"
+        self.stop_flag = StopFlag()  # set once it is revoked
+        self._on_stored = on_stored
+        self._is_settled = False
+        self._revoked: TensorHubError | None = None
+        self._lock = threading.RLock()
+        self._telling = threading.RLock()  # callbacks, one at a time and in order
+
+    def check_algorithm(self, algorithm: str) -> None:
+        """Raises `UsageError` for digests that cannot be checked, where they are to be."""
+        if self.is_checking and algorithm == NO_ALGORITHM:
+            raise UsageError(
+                'this version was published with verify="none": its bytes cannot be verified',
+                hint='publish it with verify="full", or say verify="none" here as well',
+            )
+        if self.is_checking and algorithm != ALGORITHM:
+            raise UsageError(
+                f"this version's digests are {algorithm!r}, which is unknown here",
+                hint="use one release of tensorhub on both sides",
+            )
+
+    def touch(self) -> None:
+        """Before the first byte: nothing that was launched earlier may still read or write these tensors."""
+        if self._is_settled:
+            return
+        with self._telling:
+            if not self._is_settled:
+                self.registration.settle_to_fill()
+                self._is_settled = True
+
+    def check(self) -> None:
+        """Raises once it is revoked."""
+        if self._revoked is not None:  # raised anew: kept with a traceback, it would hold all that ever ran into it
+            raise type(self._revoked)(str(self._revoked), hint=self._revoked.hint)
+
+    def revoke(self, error: TensorHubError) -> None:
+        """From now on nothing is taken, and `error` is raised: the permission to read has ended."""
+        with self._lock:
+            self._revoked = self._revoked or error
+        self.stop_flag.set()
+
+
+class FillSink(Fill):
     """A `Sink` that fills a registration's tensors with the content that has the root `expected`."""
 
     def __init__(
@@ -54,279 +97,163 @@ class FillSink:
         `on_stored` after every chunk, with a prefix that never falls. Both run in a transport's thread, one call at a
         time, and must not call back into the sink.
         """
-        check_verify(verify)
-        self._registration = registration
+        super().__init__(registration, verify, on_stored)
         self._expected = expected
-        self._verify = verify
         self._make_progress = progress
         self._on_begin = on_begin
-        self._on_stored = on_stored
-        self._manifest: Manifest | None = None
-        self._manifest_bytes = b""
-        self._progress: Progress | None = None
-        self._in_place: InPlaceDigests | None = None
+        self._begun: tuple[Manifest, Progress, InPlaceDigests] | None = None
         self._accepted = bytearray()
-        self._is_settled = False
-        self._revoked: TensorHubError | None = None
-        self._stop_flag = StopFlag()  # set once it is revoked
-        self._bytes_verified = self._bytes_unverified = self._bytes_rejected = 0
-        self._lock = threading.Lock()
-        self._telling = threading.Lock()  # callbacks, one at a time and in order
 
     @property
     def stream(self) -> ByteStream:
-        return self._registration.stream
-
-    @property
-    def is_cross_site(self) -> bool:
-        return False
-
-    @property
-    def is_checking(self) -> bool:
-        return self._verify == "full"
+        return self.registration.stream
 
     @property
     def chunk_bytes(self) -> int:
         return self.manifest.chunk_bytes
 
     @property
-    def has_begun(self) -> bool:
-        """A good manifest has come: `manifest`, `manifest_bytes`, `progress` and `chunk_bytes` are known."""
-        return self._progress is not None
-
-    @property
     def manifest(self) -> Manifest:
-        if self._manifest is None:
-            raise InvariantViolation("a fill was asked for its manifest before one had come")
-        return self._manifest
-
-    @property
-    def manifest_bytes(self) -> bytes:
-        """The manifest as this worker passes it on."""
-        self.manifest  # noqa: B018 - raises before one has come
-        return self._manifest_bytes
+        """Known once a good one has come."""
+        return self._known[0]
 
     @property
     def progress(self) -> Progress:
-        if self._progress is None:
-            raise InvariantViolation("a fill was asked for its progress before it had begun")
-        return self._progress
+        return self._known[1]
 
-    def statistics(self) -> dict[str, int]:
-        """Bytes that had the announced digest, that were taken without one (verify="none"), that were rejected."""
-        with self._lock:
-            return {
-                "bytes_verified": self._bytes_verified,
-                "bytes_unverified": self._bytes_unverified,
-                "bytes_rejected": self._bytes_rejected,
-            }
+    @property
+    def _known(self) -> tuple[Manifest, Progress, InPlaceDigests]:
+        if self._begun is None:
+            raise InvariantViolation("a fill was asked for its manifest before one had come")
+        return self._begun
 
     def begin(self, manifest: bytes) -> Sequence[int]:
         """The chunks that are missing. `CorruptTransfer`, `LayoutMismatch` or `UsageError` as the rules above say."""
-        candidate = self._judge(manifest)
+        candidate = self._judged(manifest)
         with self._telling:
             with self._lock:
-                self._check_live()
-                is_first = self._progress is None
+                self.check()
+                is_first = self._begun is None
                 if is_first:
-                    self._start(candidate)
+                    count = candidate.chunk_count
+                    progress = self._make_progress(count)
+                    if progress.chunk_count != count:
+                        text = f"progress of {progress.chunk_count} chunks for content of {count} chunks"
+                        raise InvariantViolation(text)
+                    self._accepted = bytearray(count)
+                    self._begun = candidate, progress, InPlaceDigests(self.stream, candidate.chunk_bytes)
             if is_first and self._on_begin is not None:
                 self._on_begin(self)
         self._is_settled = False  # since when the tensors may have been freed
         progress = self.progress
         return [chunk for chunk in range(progress.chunk_count) if not progress.has(chunk)]
 
-    def touch(self) -> None:
-        """Before the first byte: nothing that was launched earlier may still read or write these tensors."""
-        if self._is_settled:
-            return
-        with self._telling:
-            if not self._is_settled:
-                self._registration.settle_to_fill()
-                self._is_settled = True
-
     def terms(self) -> Terms | None:
         """What the manifest says of each chunk."""
-        manifest = self.manifest
-        digests = manifest.digests if self._verify == "full" else None
-        return Terms(digests, self.progress, (self._stop_flag,))
+        return Terms(self.manifest.digests if self.is_checking else None, self.progress, (self.stop_flag,))
 
     def told(self, size_bytes: int) -> None:
         """More has come, was judged as the terms say, and is marked. Raises `HostMemoryFull` if that was the last."""
-        self._registration.took(size_bytes)
-        with self._telling:
-            with self._lock:
-                if self._verify == "full":
-                    self._bytes_verified += size_bytes
-                else:
-                    self._bytes_unverified += size_bytes
-            if self._on_stored is not None:
-                self._on_stored(self.progress.prefix)
-
-    def check(self) -> None:
-        """Raises once it is revoked."""
-        with self._lock:
-            self._check_live()
+        self.registration.took(size_bytes)
+        self._tell()
 
     def accept(self, chunk: int, views: Sequence[memoryview]) -> None:
         """Judge received bytes. `CorruptTransfer` names the chunk, its bytes and its tensors."""
-        manifest = self.manifest
+        manifest, _, in_place = self._known
         if not 0 <= chunk < manifest.chunk_count:
             raise CorruptTransfer(f"chunk {chunk} was received, of content that has {manifest.chunk_count}")
         start, stop = manifest.chunk_range(chunk)
-        size_bytes, found = sum(view.nbytes for view in views), b""
-        is_good = size_bytes == stop - start
-        is_due = is_good and self._is_judged_in_place(chunk)
-        if self._verify == "full" and is_good and not is_due:
-            found = digest(views)
-            is_good = found == manifest.digest_of(chunk)
-        with self._lock:
-            self._check_live()
-            if is_due:
-                self._accepted[chunk] = DUE
-                return
-            self._note(chunk, size_bytes, is_good=is_good)
-        if not is_good:
-            raise self._corrupt(manifest, chunk, size_bytes, found)
+        size_bytes = sum(view.nbytes for view in views)
+        if size_bytes != stop - start:
+            self._note(chunk, REJECTED)
+            raise CorruptTransfer(f"{self._text(chunk)} came with {size_bytes} B instead of {stop - start} B")
+        if self.is_checking and in_place.are_due(start, stop):
+            self._note(chunk, DUE)
+        else:
+            self._judge(chunk, digest(views) if self.is_checking else b"")
 
     def judge_in_place(self, chunk: int) -> None:
         """Judge an accepted chunk where it lies, if that is due. Raises as `accept`. Otherwise `stored` does it.
 
         Waits for the device.
         """
-        if self._accepted[chunk] != DUE:
-            return
-        manifest, found = self.manifest, self._found_in_place(chunk)
-        start, stop = manifest.chunk_range(chunk)
-        is_good = found == manifest.digest_of(chunk)
-        with self._lock:
-            self._check_live()
-            self._note(chunk, stop - start, is_good=is_good)
-        if not is_good:
-            raise self._corrupt(manifest, chunk, stop - start, found)
+        if self._accepted[chunk] == DUE:
+            self._judge(chunk, self._known[2].of(chunk))
 
     def stored(self, chunk: int) -> None:
         """The accepted chunk is in place, and counts from now on. Raises `CorruptTransfer` if it is not right there."""
         self.judge_in_place(chunk)
-        with self._telling:
-            with self._lock:
-                self._check_live()
-                if self._accepted[chunk] != ACCEPTED:
-                    raise InvariantViolation(f"chunk {chunk} was called stored but had not been accepted")
-                prefix = self.progress.mark(chunk)
-            if self._on_stored is not None:
-                self._on_stored(prefix)
+        self._count((chunk,))
 
     def take(self, chunks: range, digests: Sequence[bytes] | None) -> None:
         """Chunks that were put in place, with the digests that a device made of them meanwhile. Raises as `accept`.
 
         Without digests they are judged where they lie.
         """
-        manifest = self.manifest
-        is_checked = self._verify == "full"
-        if digests is None:
-            digests = [self._found_in_place(chunk) for chunk in chunks] if is_checked else ()
-        bad = None
-        if is_checked:
-            announced = map(manifest.digest_of, chunks)
-            bad = next((c for c, it, found in zip(chunks, announced, digests, strict=True) if it != found), None)
-        good = chunks if bad is None else range(chunks.start, bad)
+        good = 0
+        try:
+            for at, chunk in enumerate(chunks):
+                found = b"" if not self.is_checking else self._known[2].of(chunk) if digests is None else digests[at]
+                self._judge(chunk, found)
+                good += 1
+        finally:
+            self._count(chunks[:good])
+
+    def _judge(self, chunk: int, found: bytes) -> None:
+        """By its digest, where it is checked."""
+        announced = self.manifest.digest_of(chunk) if self.is_checking else b""
+        self._note(chunk, ACCEPTED if found == announced else REJECTED)
+        if found != announced:
+            text = f"digest {found.hex()}, announced was {announced.hex()}"
+            raise CorruptTransfer(
+                f"{self._text(chunk)} is not what was published, but changed in place or on the way: {text}"
+            )
+
+    def _note(self, chunk: int, verdict: int) -> None:
+        with self._lock:
+            self.check()
+            self._accepted[chunk] = verdict
+
+    def _count(self, chunks: Sequence[int]) -> None:
+        """These are accepted, and in place."""
         with self._telling:
             with self._lock:
-                self._check_live()
-                size_bytes = manifest.chunk_range(good[-1])[1] - manifest.chunk_range(good[0])[0] if good else 0
-                if is_checked:
-                    self._bytes_verified += size_bytes
-                else:
-                    self._bytes_unverified += size_bytes
-                if bad is not None:
-                    start, stop = manifest.chunk_range(bad)
-                    self._bytes_rejected += stop - start
-                for chunk in good:
+                self.check()
+                for chunk in chunks:
+                    if self._accepted[chunk] != ACCEPTED:
+                        raise InvariantViolation(f"chunk {chunk} was called stored but had not been accepted")
                     self.progress.mark(chunk)
-            if good and self._on_stored is not None:
+            if chunks:
+                self._tell()
+
+    def _tell(self) -> None:
+        with self._telling:
+            if self._on_stored is not None:
                 self._on_stored(self.progress.prefix)
-        if bad is not None:
-            raise self._corrupt(manifest, bad, stop - start, digests[bad - chunks.start])
 
-    def revoke(self, error: TensorHubError) -> None:
-        """From now on `begin`, `accept` and `stored` raise `error`: the permission to read has ended."""
-        with self._lock:
-            self._revoked = self._revoked or error
-        self._stop_flag.set()
-
-    def _is_judged_in_place(self, chunk: int) -> bool:
-        if self._in_place is None or self._verify != "full" or not 0 <= chunk < self.manifest.chunk_count:
-            return False
-        return self._in_place.are_due(*self.manifest.chunk_range(chunk))
-
-    def _found_in_place(self, chunk: int) -> bytes:
-        assert self._in_place is not None, "a chunk is judged before a manifest has come"
-        return self._in_place.of(chunk)
-
-    def _note(self, chunk: int, size_bytes: int, *, is_good: bool) -> None:
-        """With the lock held: it was judged."""
-        if not is_good:
-            self._bytes_rejected += size_bytes
-        elif self._verify == "full":
-            self._bytes_verified += size_bytes
-        else:
-            self._bytes_unverified += size_bytes
-        self._accepted[chunk] = ACCEPTED if is_good else REJECTED
-
-    def _check_live(self) -> None:
-        if self._revoked is not None:  # raised anew: kept with a traceback, it would hold all that ever ran into it
-            raise type(self._revoked)(str(self._revoked), hint=self._revoked.hint)
-
-    def _judge(self, data: bytes) -> Manifest:
+    def _judged(self, data: bytes) -> Manifest:
         try:
             manifest = decode_manifest(data)
         except UsageError as error:
             raise CorruptTransfer(f"the source sent a {error}") from error
-        root = manifest.root()
+        root, mine = manifest.root(), self.registration
         if root != self._expected:
             raise CorruptTransfer(
                 f"the source's content has root digest {root}, the server named {self._expected}: not this version"
             )
-        mine = self._registration.layout_digest
-        if manifest.layout != mine:
+        if manifest.layout != mine.layout_digest:
             raise LayoutMismatch(
-                f"the published tensors have layout {manifest.layout}, the tensors registered here {mine}",
+                f"the published tensors have layout {manifest.layout}, the tensors registered here"
+                f" {mine.layout_digest}",
                 hint="register the same names, dtypes, shapes, strides and order, with the same sharing of memory",
             )
-        if manifest.size_bytes != self._registration.size_bytes:
-            raise CorruptTransfer(
-                f"the manifest says {manifest.size_bytes} B for a layout of {self._registration.size_bytes} B"
-            )
-        if self._verify == "full" and manifest.algorithm == NO_ALGORITHM:
-            raise UsageError(
-                'this version was published with verify="none": its bytes cannot be verified',
-                hint='publish it with verify="full", or say verify="none" here as well',
-            )
-        if self._verify == "full" and manifest.algorithm != ALGORITHM:
-            raise UsageError(
-                f"this version's digests are {manifest.algorithm!r}, which is unknown here",
-                hint="use one release of tensorhub on both sides",
-            )
+        if manifest.size_bytes != mine.size_bytes:
+            raise CorruptTransfer(f"the manifest says {manifest.size_bytes} B for a layout of {mine.size_bytes} B")
+        self.check_algorithm(manifest.algorithm)
         return manifest
 
-    def _start(self, manifest: Manifest) -> None:
-        progress = self._make_progress(manifest.chunk_count)
-        if progress.chunk_count != manifest.chunk_count:
-            raise InvariantViolation(
-                f"progress of {progress.chunk_count} chunks for content of {manifest.chunk_count} chunks"
-            )
-        self._manifest, self._manifest_bytes = manifest, manifest.encode()
-        self._accepted = bytearray(manifest.chunk_count)
-        self._in_place = InPlaceDigests(self._registration.stream, manifest.chunk_bytes)
-        self._progress = progress
-
-    def _corrupt(self, manifest: Manifest, chunk: int, size_bytes: int, found: bytes) -> CorruptTransfer:
-        start, stop = manifest.chunk_range(chunk)
-        names = tensors_of(self._registration.layout, manifest, [chunk])
+    def _text(self, chunk: int) -> str:
+        start, stop = self.manifest.chunk_range(chunk)
+        names = tensors_of(self.registration.layout, self.manifest, [chunk])
         more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-        where = f"chunk {chunk} (bytes {start} to {stop}: {', '.join(map(repr, names[:NAMES_SHOWN]))}{more})"
-        if size_bytes != stop - start:
-            return CorruptTransfer(f"{where} came with {size_bytes} B instead of {stop - start} B")
-        text = f"digest {found.hex()}, announced was {manifest.digest_of(chunk).hex()}"
-        return CorruptTransfer(f"{where} is not what was published, but changed in place or on the way: {text}")
+        return f"chunk {chunk} (bytes {start} to {stop}: {', '.join(map(repr, names[:NAMES_SHOWN]))}{more})"

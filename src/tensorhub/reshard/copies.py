@@ -17,7 +17,6 @@ from .grid import (
     Cutting,
     Grid,
     Ints,
-    group_starts,
     ints,
     ranks_of,
     row_major,
@@ -58,16 +57,6 @@ class Copies:
         """[copies]"""
         return self.rows[:, RUN] * self.rows[:, COUNT] * self.rows[:, COUNTS]
 
-    @property
-    def run_count(self) -> int:
-        """Runs of bytes in all."""
-        return int((self.rows[:, COUNT] * self.rows[:, COUNTS]).sum())
-
-    def only(self, first: int, last: int) -> "Copies":
-        """Those that belong to [first, last)."""
-        begin, end = np.searchsorted(self.of, [first, last])
-        return Copies(self.rows[begin:end], self.of[begin:end])
-
     def extent(self, side: int) -> tuple[int, int]:
         """The first byte on that side, SOURCE or TARGET, and the one behind the last."""
         rows = self.rows
@@ -76,34 +65,6 @@ class Copies:
         ends = rows[:, side] + (rows[:, COUNT] - 1) * rows[:, side + INNER]
         ends += (rows[:, COUNTS] - 1) * rows[:, side + OUTER] + rows[:, RUN]
         return int(np.min(rows[:, side])), int(np.max(ends))
-
-    def ranges(self, side: int) -> list[tuple[int, int]]:
-        """(place, length) of each run on that side, in order."""
-        found = []
-        for row in self.rows.tolist():
-            for outer in range(row[COUNTS]):
-                first = row[side] + outer * row[side + OUTER]
-                found += [(first + inner * row[side + INNER], row[RUN]) for inner in range(row[COUNT])]
-        return found
-
-    def gathering(self) -> "Copies":
-        """The same, into a buffer in which the bytes of each piece of work lie one after another, from 0 on."""
-        return self._packing(TARGET)
-
-    def scattering(self) -> "Copies":
-        """The same, out of a buffer that `gathering` has filled."""
-        return self._packing(SOURCE)
-
-    def _packing(self, side: int) -> "Copies":
-        rows = self.rows.copy()
-        sizes = self.size_bytes
-        before = np.cumsum(sizes) - sizes
-        firsts = group_starts(self.of)
-        inside = before - np.repeat(before[firsts], np.diff(np.append(firsts, len(rows))))
-        rows[:, side] = inside
-        rows[:, side + INNER] = rows[:, RUN]
-        rows[:, side + OUTER] = rows[:, RUN] * rows[:, COUNT]
-        return Copies(rows, self.of)
 
 
 def copies_of(
@@ -154,22 +115,6 @@ def _unrolled(rows: Ints, outer: Ints, of: Ints) -> Copies:
 def no_copies() -> Copies:
     """None at all."""
     return Copies(np.zeros((0, COLUMNS), np.int64), EMPTY)
-
-
-def carry_out(copies: Copies, source: Bytes, target: Bytes) -> None:
-    """Copy, with numpy. Raises `IndexError` before the first byte if a row reaches out of source or target."""
-    for memory, side in ((source, SOURCE), (target, TARGET)):
-        first, last = copies.extent(side)
-        if not 0 <= first <= last <= memory.nbytes:
-            raise IndexError(f"copies of bytes {first} to {last} in a memory of {memory.nbytes} B")
-    for row in copies.rows.tolist():
-        _block(target, row, TARGET)[...] = _block(source, row, SOURCE)
-
-
-def _block(memory: Bytes, row: list[int], side: int) -> Bytes:
-    """The bytes of one row on one side, as a block of three dimensions."""
-    shape = (row[COUNTS], row[COUNT], row[RUN])
-    return np.lib.stride_tricks.as_strided(memory[row[side] :], shape, (row[side + OUTER], row[side + INNER], 1))
 
 
 # --- Memory that two boxes share in part: such a layout can be published, and not filled.

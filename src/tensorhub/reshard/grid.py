@@ -78,11 +78,9 @@ def row_major(extents: Ints) -> Ints:
     return steps
 
 
-def words(numbers: Ints) -> "array[int]":
+def words(numbers: Ints | Iterable[int]) -> "array[int]":
     """As a transport takes them."""
-    found = array("Q")
-    found.frombytes(np.ascontiguousarray(numbers, np.int64).tobytes())
-    return found
+    return array("Q", numbers.astype(np.int64).tobytes() if isinstance(numbers, np.ndarray) else numbers)
 
 
 def group_starts(*columns: Ints) -> Ints:

@@ -5,7 +5,7 @@ import threading
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -57,7 +57,6 @@ from .grid import (
     padded,
     ranks_of,
     row_major,
-    spans,
     spans_of,
     starts_of,
     tiles_of,
@@ -247,16 +246,15 @@ def _box_pairs(addresses: Addresses, parts: list[Range]) -> "array[int] | None":
 
 
 Digests = npt.NDArray[np.void]  # each of 16 bytes
-Memory = Callable[[int, int], Bytes]  # bytes [start, stop) of a shard's stream, as they lie there
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """One shard of a replica that holds the version: its name in messages, its boxes, and its manifest where known."""
+    """One shard of a replica that holds the version: its name in messages, its boxes, and its manifest."""
 
     name: str
     table: BoxTable
-    manifest: TileManifest | None = None
+    manifest: TileManifest
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -297,8 +295,10 @@ def offered(wanted: Wanted, source: Source) -> tuple[Tiles, Ints]:
 
 def derive_manifest(tiles: Tiles, sources: Sequence[Source], *, layout: Digest, grid: Digest) -> TileManifest:
     """The manifest of the reader whose tiles these are. `layout` and `grid` are the digests of its table and grid."""
-    manifests = [_manifest_of(source, grid) for source in sources]
-    facts = sorted({(manifest.algorithm, manifest.salt, manifest.metadata) for manifest in manifests})
+    for source in sources:
+        if source.manifest.grid != grid:
+            raise UsageError(f"{source.name} has the grid {source.manifest.grid}, the version {grid}")
+    facts = sorted({(one.manifest.algorithm, one.manifest.salt, one.manifest.metadata) for one in sources})
     if len(facts) != 1:
         raise UsageError(f"the sources' manifests are not of one version: {facts}")
     algorithm, salt, metadata = facts[0]
@@ -307,9 +307,9 @@ def derive_manifest(tiles: Tiles, sources: Sequence[Source], *, layout: Digest, 
     wanted = wanted_by(tiles)
     digests = np.zeros(len(wanted.number), f"V{DIGEST_BYTES}")
     known_from = np.full(len(wanted.number), -1)
-    for index, (source, manifest) in enumerate(zip(sources, manifests, strict=True)):
+    for index, source in enumerate(sources):
         found, place = offered(wanted, source)
-        theirs = np.frombuffer(manifest.digests, digests.dtype)
+        theirs = np.frombuffer(source.manifest.digests, digests.dtype)
         slots = found.slot
         if len(slots) and int(np.max(slots)) >= len(theirs):
             raise UsageError(f"the manifest of {source.name} has {len(theirs)} tiles, its layout more")
@@ -332,14 +332,6 @@ def derive_manifest(tiles: Tiles, sources: Sequence[Source], *, layout: Digest, 
     mine = digests[wanted.of_tile]
     check_ties(tiles, mine)
     return TileManifest(layout, grid, algorithm, len(tiles), mine.tobytes(), salt, metadata)
-
-
-def _manifest_of(source: Source, grid: Digest) -> TileManifest:
-    if source.manifest is None:
-        raise UsageError(f"nothing can be derived from {source.name}, whose manifest is unknown")
-    if source.manifest.grid != grid:
-        raise UsageError(f"{source.name} has the grid {source.manifest.grid}, the version {grid}")
-    return source.manifest
 
 
 def refuse_holes(wanted: Wanted, is_known: npt.NDArray[np.bool_]) -> None:
@@ -397,29 +389,6 @@ def check_ties(tiles: Tiles, digests: Digests) -> None:
         )
 
 
-def digests_of(tiles: Tiles, memory: Memory, *, parts: bool = False) -> bytes:
-    """The digest of each tile, 16 bytes each, in the order given. All must be whole; or with `parts` what lies here."""
-    if not parts and not tiles.is_whole.all():
-        raise UsageError("a layout whose boundaries are no cuts of the grid has tiles that it holds only in part")
-    strides, item = tiles.strides, tiles.item
-    span = spans(tiles.size, strides, item)
-    is_run = ((strides == row_major(tiles.size) * item[:, None]) | (tiles.size == 1)).all(axis=1)
-    found = bytearray()
-    rows = zip(tiles.offset.tolist(), span.tolist(), is_run.tolist(), strict=True)
-    for tile, (offset, length, is_simple) in enumerate(rows):
-        data = memory(offset, offset + length)
-        if not is_simple:
-            data = _in_order(data, tiles.size[tile], strides[tile], int(item[tile]))
-        found += xxhash.xxh3_128_digest(data.data)
-    return bytes(found)
-
-
-def _in_order(data: Bytes, size: Ints, strides: Ints, item: int) -> Bytes:
-    """The elements of a tile in row-major order, as bytes of their own."""
-    shape, steps = (*size.tolist(), item), (*strides.tolist(), 1)
-    return np.ascontiguousarray(np.lib.stride_tricks.as_strided(data, shape, steps)).reshape(-1)
-
-
 SPREAD = 4  # memory that is this many times longer than the tiles in it is looked at tile by tile
 
 
@@ -430,7 +399,7 @@ def tile_digests(registration: Registration, tiles: Tiles) -> bytes:
     """
     registration.settle()
     chunks, found = chunks_of(tiles), np.zeros((len(tiles), DIGEST_BYTES), np.uint8)
-    is_dense = chunks.stop - chunks.start <= SPREAD * chunks.size_bytes
+    is_dense = (chunks.stop - chunks.start <= SPREAD * chunks.size_bytes) & (load.library() is not None)
     work = _Hashing(registration, tiles, int(np.max((chunks.stop - chunks.start)[is_dense], initial=0)))
 
     def one(chunk: int) -> None:
@@ -499,10 +468,7 @@ def _gathering(tiles: Tiles) -> Copies:
 def _digests_in(memory: Bytes, first: int, tiles: Tiles, copies: Copies) -> Bytes:
     """Of tiles in memory that begins at byte `first` of their stream."""
     library = load.library()
-    if library is None:
-        near = replace(tiles, offset=tiles.offset - first)
-        digests = digests_of(near, lambda start, stop: memory[start:stop], parts=True)
-        return np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_BYTES)
+    assert library is not None, "the mover hashes rows"
     rows = copies.rows[:, THEIRS]
     rows[:, 0] -= first
     placed = Placed(
@@ -531,7 +497,6 @@ class Plan:
     tiles: Tiles  # the reader's
     source: Ints  # [fetches] which of the sources
     tile: Ints  # [fetches] the first of the reader's tiles that it fills; its `slot` is its digest in the manifest
-    chunk: Ints  # [fetches] the chunk of that tile; never falls
     size_bytes: Ints  # [fetches]
     is_direct: Bools  # [fetches]
     fetch_of: Ints  # [tiles of the reader] the fetch that fills it
@@ -540,15 +505,6 @@ class Plan:
 
     def __len__(self) -> int:
         return len(self.source)
-
-    def __repr__(self) -> str:
-        return f"<Plan of {len(self)} fetches, {int(self.size_bytes.sum())} B>"
-
-    def bytes_from(self, sources: int) -> list[int]:
-        """What each of so many sources sends."""
-        found = np.zeros(sources, np.int64)
-        np.add.at(found, self.source, self.size_bytes)
-        return [int(size) for size in found]
 
 
 def plan_reads(tiles: Tiles, sources: Sequence[Source], chunk_bytes: int = BAND_BYTES) -> Plan:
@@ -575,7 +531,6 @@ def plan_reads(tiles: Tiles, sources: Sequence[Source], chunk_bytes: int = BAND_
         tiles=tiles,
         source=source[number],
         tile=tile,
-        chunk=chunk[tile],
         size_bytes=volumes(size) * tiles.item[tile],
         is_direct=is_direct,
         fetch_of=fetch_of,
@@ -692,10 +647,6 @@ class Order:
     batches: Batches
     scatter: Scatter
     fetches: Ints  # of the plan, in order: fetch n is tile n of the read
-
-    def tiles_of(self, batch: int) -> range:
-        """Which of `fetches` it has."""
-        return range(self.scatter.first_tile[batch], self.scatter.first_tile[batch + 1])
 
 
 def orders_of(

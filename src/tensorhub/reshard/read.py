@@ -12,14 +12,14 @@ import numpy as np
 import xxhash
 from numpy.lib.stride_tricks import as_strided
 
-from ..memory.digests import NO_ALGORITHM, Verify, check_verify
+from ..memory.digests import Verify
+from ..memory.fill import Fill
 from ..memory.registration import Registration
 from ..protocol.errors import (
     CorruptTransfer,
     InvariantViolation,
     LayoutMismatch,
     SourceLost,
-    TensorHubError,
     UsageError,
 )
 from ..protocol.layout import GlobalTensor
@@ -33,13 +33,12 @@ from ..protocol.manifest import (
     contiguous_strides,
 )
 from ..protocol.names import Digest
-from ..transport import ranges as gathered
-from ..transport.base import Progress, StopFlag, Terms
-from ..transport.ranges import ROW_WORDS, Batches, RowStream, is_bare
-from .copies import COLUMNS, TARGET, Bytes, Copies, carry_out, check_coverage
+from ..transport.base import Progress, Terms
+from ..transport.ranges import ROW_WORDS, Batches, Rows
+from ..transport.ranges import scatter as put_into
+from .copies import COLUMNS, COUNT, COUNTS, OURS, RUN, THEIRS, check_coverage
 from .grid import (
     BAND_BYTES,
-    EMPTY,
     BoxTable,
     Cutting,
     Grid,
@@ -54,6 +53,7 @@ from .grid import (
     spans_of,
     starts_of,
     tiles_of,
+    words,
 )
 from .plan import BATCH_BYTES, Order, Plan, Source, derive_manifest, orders_of, plan_reads, tile_digests
 from .wire import FEW_TILES, Cut, check_cut, decode_cut, decode_table, grid_digest, layout_digest, publish_cut
@@ -70,8 +70,6 @@ class Leg:
 
     def __init__(self, fill: "Across", source: Source, number: int, plan: Plan, order: Order, mine: Ints) -> None:
         """`mine` says which of all tiles of the reader those of the plan are."""
-        if source.manifest is None:
-            raise InvariantViolation("a source without its manifest")
         self.number = number  # of its source, among those that were given
         self.source = source
         self._fill = fill
@@ -79,12 +77,10 @@ class Leg:
         self._plan = plan
         self._order = order
         self._progress = Progress(len(order.batches))
-        self._accepted = bytearray(len(order.batches))
+        self._accepted: dict[int, memoryview] = {}  # batches that are right, on their way to their places
         slots = plan.tiles.slot[plan.tile[order.fetches]]
         known = np.frombuffer(fill.manifest.digests, f"V{DIGEST_BYTES}") if fill.is_checking else None
         self._digests = known[slots].tobytes() if known is not None else None
-        self._rows = RowStream(order.scatter.stream, order.scatter.ours)
-        self._scratch: dict[int, bytearray] = {}  # of batches on their way that are kept in part
         by_fetch = np.argsort(plan.fetch_of, kind="stable")
         self._filled = mine[by_fetch]  # by each fetch
         self._ends = np.searchsorted(plan.fetch_of[by_fetch], np.stack([order.fetches, order.fetches + 1]))
@@ -156,7 +152,7 @@ class Leg:
 
     def touch(self) -> None:
         self._fill.check()
-        self._fill.settle()
+        self._fill.touch()
 
     @contextmanager
     def reading(self, start: int, stop: int) -> Iterator[Sequence[memoryview]]:
@@ -165,34 +161,36 @@ class Leg:
 
     @contextmanager
     def writing(self, start: int, stop: int) -> Iterator[Sequence[memoryview]]:
-        """Where a batch belongs; or scratch memory."""
-        batch = int(np.searchsorted(self.batches.bounds, start, "right")) - 1
-        if self._order.scatter.is_kept[batch]:
-            self._scratch[batch] = bytearray(stop - start)
-            yield [memoryview(self._scratch[batch])]
-            return
-        with self._rows.writing(start, stop) as views:
-            yield views
+        """Memory of its own: `stored` puts a batch where it belongs."""
+        yield [memoryview(bytearray(stop - start))]
 
     def accept(self, chunk: int, views: Sequence[memoryview]) -> None:
-        tiles, start = self._order.scatter.tiles, self.batches.bounds[chunk]
+        scatter, start = self._order.scatter, self.batches.bounds[chunk]
         data = memoryview(b"".join(views))
         if len(data) != self.batches.bounds[chunk + 1] - start:
             raise CorruptTransfer(f"a batch from {self.source.name} came with {len(data)} B")
-        for tile in self._order.tiles_of(chunk) if self._digests is not None else ():
-            found = xxhash.xxh3_128_digest(
-                self._turned(tile, data) or data[tiles[tile] - start : tiles[tile + 1] - start]
-            )
+        for tile in range(*scatter.first_tile[chunk : chunk + 2]) if self._digests is not None else ():
+            rows = range(*scatter.first_turn[tile : tile + 2])
+            own = b"".join(_rows_in(data, *scatter.turns[ROW_WORDS * row : ROW_WORDS * (row + 1)]) for row in rows)
+            found = xxhash.xxh3_128_digest(own or data[scatter.tiles[tile] - start : scatter.tiles[tile + 1] - start])
             if found != self._announced(tile):
                 raise self.wrong_tile(tile)
         self._fill.check()
-        self._accepted[chunk] = True
+        self._accepted[chunk] = data
 
     def stored(self, chunk: int) -> None:
-        if not self._accepted[chunk]:
+        data, scatter = self._accepted.pop(chunk, None), self._order.scatter
+        if data is None:
             raise InvariantViolation(f"batch {chunk} was called stored but had not been accepted")
-        if self._order.scatter.is_kept[chunk]:
-            self._keep(chunk, np.frombuffer(self._scratch.pop(chunk), np.uint8))
+        if scatter.is_kept[chunk]:
+            first, last = (COLUMNS * scatter.first_keep[at] for at in (chunk, chunk + 1))
+            for at in range(first, last, COLUMNS):
+                row = scatter.keeps[at : at + COLUMNS]
+                ours = Rows.at(words(row[column] for column in OURS), words((0, row[RUN] * row[COUNT] * row[COUNTS])))
+                found = _rows_in(data, *(row[column] for column in THEIRS))
+                put_into(scatter.stream, ours.ranges(0, ours.stop), memoryview(found))
+        else:
+            put_into(scatter.stream, scatter.ours.ranges(*self.batches.span(chunk)), data)
         self._fill.mark(self._progress, (chunk,))
         self.note()
 
@@ -205,35 +203,14 @@ class Leg:
             f"{name} from {self.source.name} is not what was published: its digest is not {self._announced(tile).hex()}"
         )
 
-    def _turned(self, tile: int, data: memoryview) -> bytes:
-        """A tile that came in another order, in its own; nothing if it did not."""
-        turns, memory = self._order.scatter.turns, np.frombuffer(data, np.uint8)
-        found = []
-        for row in range(*self._order.scatter.first_turn[tile : tile + 2]):
-            place, run, count, stride, counts, strides = turns[ROW_WORDS * row : ROW_WORDS * (row + 1)]
-            found.append(as_strided(memory[place:], (counts, count, run), (strides, stride, 1)).tobytes())
-        return b"".join(found)
-
     def _announced(self, tile: int) -> bytes:
         assert self._digests is not None, "nothing is checked"
         return self._digests[DIGEST_BYTES * tile : DIGEST_BYTES * (tile + 1)]
 
-    def _keep(self, batch: int, data: Bytes) -> None:
-        """Put parts of it where they belong: row by row, for each lies in one tensor."""
-        scatter = self._order.scatter
-        first, last = scatter.first_keep[batch], scatter.first_keep[batch + 1]
-        keeps = np.array(scatter.keeps[COLUMNS * first : COLUMNS * last], np.int64).reshape(-1, COLUMNS)
-        for row in keeps:
-            copies = Copies(row[None].copy(), EMPTY)
-            if not is_bare(scatter.stream):
-                packed = np.empty(int(copies.size_bytes[0]), np.uint8)
-                carry_out(Copies(copies.rows, np.zeros(1, np.int64)).gathering(), data, packed)
-                gathered.scatter(scatter.stream, copies.ranges(TARGET), packed.data)
-                continue
-            start, stop = copies.extent(TARGET)
-            copies.rows[:, TARGET] -= start
-            with scatter.stream.writing(start, stop) as (view,):
-                carry_out(copies, data, np.frombuffer(view, np.uint8))
+
+def _rows_in(data: memoryview, place: int, run: int, count: int, stride: int, counts: int, strides: int) -> bytes:
+    """What one row has of a batch."""
+    return as_strided(np.frombuffer(data, np.uint8)[place:], (counts, count, run), (strides, stride, 1)).tobytes()
 
 
 # --- Fills registered tensors with one version out of sources that are cut in other ways, tile by tile.
@@ -258,7 +235,7 @@ _plans: "WeakKeyDictionary[Registration, tuple[object, _Planned]]" = WeakKeyDict
 _planning = threading.Lock()  # guards it
 
 
-class Across:
+class Across(Fill):
     """One fill of one registration, from as many sources as it takes. Thread-safe."""
 
     def __init__(
@@ -272,21 +249,11 @@ class Across:
         batch_bytes: int = BATCH_BYTES,
         chunk_bytes: int = BAND_BYTES,
     ) -> None:
-        """`on_stored` is told the prefix of chunks, one call at a time, in a transport's thread.
-
-        Progress is by chunks of so many bytes of the stream, as that of every export.
-        """
-        check_verify(verify)
-        if verify == "full" and manifest.algorithm == NO_ALGORITHM:
-            raise UsageError(
-                'this version was published with verify="none": its bytes cannot be verified',
-                hint='publish it with verify="full", or say verify="none" here as well',
-            )
-        self.registration = registration
+        """Progress is by chunks of so many bytes of the stream, as that of every export."""
+        super().__init__(registration, verify, on_stored)
+        self.check_algorithm(manifest.algorithm)
         self.tiles = tiles
         self.manifest = manifest
-        self.is_checking = verify == "full"
-        self.stop_flag = StopFlag()  # set once it is revoked
         self._batch_bytes = batch_bytes
         self._spread = _by_stream(tiles, chunk_bytes)
         self.progress = Progress(self._spread.count)
@@ -295,11 +262,6 @@ class Across:
             self.progress.mark(empty)
         self._is_open = np.ones(len(tiles), np.bool_)  # neither there nor on its way
         self._missing = len(tiles)
-        self._on_stored = on_stored
-        self._revoked: TensorHubError | None = None
-        self._is_settled = False
-        self._lock = threading.RLock()
-        self._telling = threading.Lock()
 
     @property
     def missing(self) -> int:
@@ -331,7 +293,7 @@ class Across:
 
     def _planned(self, mine: Ints, sources: Sequence[Source]) -> _Planned:
         """How these tiles come, and what each source is asked for."""
-        layouts = tuple(source.manifest.layout for source in sources if source.manifest is not None)
+        layouts = tuple(source.manifest.layout for source in sources)
         key = (self.manifest.layout, self.manifest.grid, layouts, self._batch_bytes)
         is_whole = len(mine) == len(self.tiles)
         with _planning:
@@ -379,24 +341,6 @@ class Across:
         with self._lock:
             self.check()
             progress.mark_all(batches)
-
-    def settle(self) -> None:
-        """Before the first byte: nothing that was launched earlier may still read or write these tensors."""
-        with self._lock:
-            if not self._is_settled:
-                self.registration.settle_to_fill()
-                self._is_settled = True
-
-    def revoke(self, error: TensorHubError) -> None:
-        """From now on nothing is taken: the permission to read has ended."""
-        with self._lock:
-            self._revoked = self._revoked or error
-        self.stop_flag.set()
-
-    def check(self) -> None:
-        """Raises once it is revoked."""
-        if self._revoked is not None:  # raised anew: kept with a traceback, it would hold all that ever ran into it
-            raise type(self._revoked)(str(self._revoked), hint=self._revoked.hint)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
