@@ -406,37 +406,3 @@ def test_empty_takes_large_pages_only_where_there_is_room(is_short: bool, monkey
     assert in_smaps(memory.address, "Rss") == (0 if is_short else 70 * MIB)
     tensor[:] = 3
     assert large_bytes(memory.address) == (0 if is_short else 70 * MIB)
-
-
-@needs_large
-def test_parts_frozen_copies_and_readers_have_large_pages_of_their_own() -> None:
-    part, refused, memory = Sealed(8 * MIB), Sealed(8 * MIB), Sealed(8 * MIB, may_freeze=True)
-    part.have_large_pages(MIB, 5 * MIB)
-    assert refused.large is not None
-    refused.large.is_refused = 1
-    assert not refused.have_large_pages(0, 8 * MIB)
-    for each in (part, refused):
-        ctypes.memset(each.address, 1, 8 * MIB)
-    assert (large_bytes(part.address), large_bytes(refused.address)) == (2 * MIB, 0)
-    memory.have_large_pages(0, 8 * MIB)
-    foreign = Foreign(memory.descriptor, 8 * MIB)
-    assert memory.freeze()
-    for address in (foreign.address, memory.address):
-        assert ctypes.string_at(address, 8 * MIB) == bytes(8 * MIB)
-        assert large_bytes(address) == 8 * MIB
-    foreign.close()
-
-
-@pytest.mark.parametrize("size_bytes", [1, HUGE_BYTES - 1, HUGE_BYTES, HUGE_BYTES + 1, 4 * MIB])
-def test_odd_ranges_and_pages_that_are_being_asked_for_are_left_alone(
-    size_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    memory = Sealed(size_bytes)
-    if memory.large is not None:
-        ctypes.memset(memory.large.asked, 1, size_bytes // HUGE_BYTES)  # by a thread that a fork has left behind
-    for start, stop in ((0, size_bytes), (0, 10 * HUGE_BYTES), (-HUGE_BYTES, size_bytes), (size_bytes, size_bytes)):
-        memory.have_large_pages(start, stop)
-        assert not memory.have_large_pages(start, size_bytes + 1)
-    assert ctypes.string_at(memory.address, size_bytes) == bytes(size_bytes)
-    monkeypatch.setattr(load, "library", lambda: None)
-    assert not sealed.has_large_pages(), "without the mover none are asked for"

@@ -2,7 +2,6 @@
 
 import socket
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -281,12 +280,11 @@ def endpoint_of(wires: list[Wires]) -> str:
     return format_endpoint(*[each.address for each in wires])
 
 
-@pytest.mark.parametrize("gates", [None, {SIZE // CHUNK: kit.Gate()}], ids=["native", "python"])
-@pytest.mark.parametrize("away", [None, 0, 1])
+@pytest.mark.parametrize(("is_native", "away"), [(True, None), (False, None), (True, 0), (False, 1)])
 def test_each_address_carries_its_share_and_one_that_is_away_is_left_out(
-    tcp: Tcp, away: int | None, gates: dict[int, kit.Gate] | None
+    tcp: Tcp, is_native: bool, away: int | None
 ) -> None:
-    right, reader = content(SIZE), tcp(**READER)
+    right, reader, gates = content(SIZE), tcp(**READER), None if is_native else {SIZE // CHUNK: kit.Gate()}
     with source_behind(tcp, right, "127.0.0.1", "127.0.0.2") as wires:
         target = Target(right, CHUNK, gates=gates)
         if away is None:
@@ -358,21 +356,3 @@ def test_each_stream_leaves_from_its_own_network_or_else_the_first_from_anywhere
             assert read_all(reader, endpoint_of(wires), "k", Target(right, CHUNK)) is None
             assert [len(each.peers) for each in wires] == peers
             assert peers == [1, 0] or [each.peers for each in wires] == [["127.0.0.3"], ["127.0.0.4"]]
-
-
-@pytest.mark.usefixtures("no_collector")
-def test_a_source_serves_at_each_of_its_addresses_and_a_closed_one_waits_for_no_collector(tcp: Tcp) -> None:
-    right, reader = content(SIZE), tcp()
-
-    def closed() -> "weakref.ref[object]":
-        source = TcpTransport(TcpSettings(host="127.0.0.1,127.0.0.2"))
-        source.export(full("k", right, CHUNK))
-        addresses = parse_endpoint(source.endpoint)
-        assert [host for host, _ in addresses] == ["127.0.0.1", "127.0.0.2"]
-        for address in addresses:
-            assert read_all(reader, format_endpoint(address), "k", Target(right, CHUNK)) is None
-        source.close()
-        return weakref.ref(source._server)
-
-    left = closed()
-    kit.until(lambda: left() is None, "nothing holds it")

@@ -10,14 +10,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tensorhub.protocol.errors import SourceLost
 from tensorhub.transport.base import MAX_MANIFEST_BYTES, Export, Progress, Read
 from tensorhub.transport.tcp import wire as tcp_wire
 from tensorhub.transport.tcp.addresses import dial
-from tensorhub.transport.tcp.reader import ChunkQueue, Job, StreamCount, TcpRead, Window
+from tensorhub.transport.tcp.reader import Job, StreamCount, TcpRead
 from tensorhub.transport.tcp.settings import TcpSettings
 from tensorhub.transport.tcp.wire import HEADER, VERSION, Hello, Refusal, Vanished, Welcome
 from tensorhub.transport.threads import Thread
@@ -106,30 +104,7 @@ def test_a_false_source_is_lost_and_writes_nothing_wrong(tcp: Tcp, is_native: bo
         assert not any(target.buffer)
 
 
-# -- the queue and the window ------------------------------------------------------------------------------------------
-
-
-@given(st.integers(0, 200), st.integers(1, 5), st.lists(st.integers(0, 40), min_size=1))
-def test_the_queue_gives_each_chunk_once_and_in_order(count: int, streams: int, sizes: list[int]) -> None:
-    queue = ChunkQueue(range(count), streams)
-    given_out: list[int] = []
-    for size in sizes:
-        taken = queue.take(size)
-        assert len(taken) <= size
-        given_out.extend(taken)
-    while taken := queue.take(1000):
-        given_out.extend(taken)
-    assert given_out == list(range(count))
-    assert len(ChunkQueue(range(10), 3).take(10)) == 4, "something is left for the other streams at the end"
-
-
-def test_the_window_grows_while_chunks_come_soon_and_shrinks_when_they_are_late() -> None:
-    window = Window(TcpSettings(), 4 << 20)
-    assert window.chunks == 2
-    for took_s, rounds, chunks in ((0.01, 10, 16), (0.3, 1, 16), (5.0, 10, 2)):  # 64 MiB of chunks of 4 MiB
-        for _ in range(rounds):
-            window.adjust(took_s)
-        assert window.chunks == chunks
+# -- how many streams --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("no_collector")
@@ -146,9 +121,6 @@ def test_a_dial_that_comes_too_late_holds_nothing() -> None:
         return weakref.ref(target)
 
     assert dial_late()() is None
-
-
-# -- how many streams --------------------------------------------------------------------------------------------------
 
 
 NEAR = TcpSettings(probe_s=1.0)
@@ -196,20 +168,6 @@ def test_there_are_as_many_streams_as_bring_more(
 ) -> None:
     history = counts(StreamCount(settings, first, cores=cores), rate_of, for_s)
     assert history[-1] == found[-1] if isinstance(found, range) else history == found
-
-
-def test_what_the_read_has_decided_is_measured_anew_and_each_address_keeps_its_stream() -> None:
-    count = StreamCount(NEAR, 1, cores=64)
-    count.look(100.0, 0)
-    count.look(101.0, int(6e8))
-    assert count.streams == 2
-    count.set(4)
-    assert count.look(102.0, int(6e8)) == 4, "nothing came, while streams came"
-    assert count.look(103.0, int(3e9)) == 8, "it is compared with no rate before"
-    count = StreamCount(NEAR, 1, cores=64, least=3)
-    count.set(3)
-    for at in range(8):
-        assert count.look(100.0 + at, at * 1000) == 3, "a slow link, but there are three of them"
 
 
 @pytest.mark.parametrize(
@@ -292,9 +250,6 @@ def test_further_streams_take_half_of_the_room_at_most(tcp: Tcp) -> None:
 
 
 COUNT, READY, SIZE = 8, 5, 64 * 1024
-several = pytest.mark.parametrize(
-    "kind", ["tcp-3", "tcp-lending-2", "local-3", "pretended-nixl-2", "nixl-3"], indirect=True
-)
 two = pytest.mark.parametrize("kind", ["tcp-3", "local-3"], indirect=True)
 
 
@@ -303,21 +258,13 @@ def is_in_reading(name: str, *, further: bool) -> bool:
     return "-read-" in name and not (further and name.endswith("-read-0"))
 
 
-def half_of(make: Make, right: bytearray) -> tuple[str, Progress]:
-    """A source that has the first chunks; the others are marked by the test."""
-    source, progress = make(1.0), Progress(COUNT)
-    progress.mark_all(range(READY))
-    source.export(Export("k", b"manifest", SIZE, kit.Pieces(right), progress))
-    return source.endpoint, progress
-
-
 def is_left_to_the_first(read: Read) -> bool:
     """Further streams were started, and have ended. (Or all of it has, which is not wanted.)"""
     assert isinstance(read, TcpRead)
     return len(read._threads) > 1 and read._running <= 1
 
 
-def read_by_one(make: Make, endpoint: str, right: bytearray, have_rest: Callable[[], object]) -> Read:
+def read_by_one(make: Make, endpoint: str, right: bytearray, have_rest: Callable[[], object]) -> None:
     """All of it, of which the last chunks come to be there when no further stream is left."""
     target = Target(right, SIZE)
     read, ended = start_read(make(1.0), endpoint, "k", target)
@@ -325,7 +272,6 @@ def read_by_one(make: Make, endpoint: str, right: bytearray, have_rest: Callable
     have_rest()
     assert ended.wait() is None
     assert target.buffer == right
-    return read
 
 
 @pytest.mark.processes
@@ -350,10 +296,16 @@ def test_a_source_without_room_for_all_connections(make: Make, spawn: Spawn, how
     assert endpoint in str(error)
 
 
-@several
-def test_a_source_that_may_start_no_thread_for_them(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    begin, served = Thread.start, []
+class NoDescriptor(socket.socket):
+    """None is left for a further stream."""
 
+    def __init__(self, *arguments: object, **named: object) -> None:
+        if is_in_reading(threading.current_thread().name, further=True):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        super().__init__(*arguments, **named)  # type: ignore[arg-type]
+
+
+def no_thread(begin: Callable[[Thread], None], served: list[str]) -> Callable[[Thread], None]:
     def limited(thread: Thread) -> None:
         if thread.name.endswith("-serve"):
             served.append(thread.name)
@@ -361,41 +313,35 @@ def test_a_source_that_may_start_no_thread_for_them(make: Make, monkeypatch: pyt
                 raise RuntimeError("can't start new thread")
         begin(thread)
 
-    monkeypatch.setattr(Thread, "start", limited)
-    right = content(COUNT * SIZE)
-    endpoint, progress = half_of(make, right)
-    read_by_one(make, endpoint, right, lambda: progress.mark_all(range(READY, COUNT)))
-    assert len(served) > 1
+    return limited
 
 
-@several
-def test_a_reader_without_a_descriptor_for_them(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Limited(socket.socket):
-        def __init__(self, *arguments: object, **named: object) -> None:
-            if is_in_reading(threading.current_thread().name, further=True):
-                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            super().__init__(*arguments, **named)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(socket, "socket", Limited)
-    right = content(COUNT * SIZE)
-    endpoint, progress = half_of(make, right)
-    read_by_one(make, endpoint, right, lambda: progress.mark_all(range(READY, COUNT)))
+def unless_further(call: Callable[..., int], instead: int) -> Callable[..., int]:
+    return lambda *given: instead if is_in_reading(threading.current_thread().name, further=True) else call(*given)
 
 
-@pytest.mark.parametrize("kind", ["pretended-nixl-2"], indirect=True)
-def test_a_thread_that_nixl_does_not_connect(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = kit._pretended_nixl()
-
-    def without(call: Callable[..., int]) -> Callable[..., int]:
-        def answer(*arguments: object) -> int:
-            is_further = is_in_reading(threading.current_thread().name, further=True)
-            return int(fake.NIXL_IN_PROG) if is_further else call(*arguments)
-
-        return answer
-
-    for name in ("postXferReq", "getXferStatus"):
-        monkeypatch.setattr(fake.nixlAgent, name, without(getattr(fake.nixlAgent, name)))
-    right = content(COUNT * SIZE)
-    endpoint, progress = half_of(make, right)
-    read = read_by_one(make, endpoint, right, lambda: progress.mark_all(range(READY, COUNT)))
-    assert read.path.startswith("NIXL/UCX: shared memory")
+@pytest.mark.parametrize(
+    ("kind", "lacking"),
+    [
+        *((kind, "thread at the source") for kind in ("tcp-3", "local-3", "pretended-nixl-2")),
+        *((kind, "descriptor") for kind in ("tcp-lending-2", "local-3", "nixl-3")),
+        ("pretended-nixl-2", "NIXL connection"),
+    ],
+    indirect=["kind"],
+)
+def test_a_further_stream_that_cannot_join_in_leaves_all_to_the_first(
+    make: Make, lacking: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if lacking == "descriptor":
+        monkeypatch.setattr(socket, "socket", NoDescriptor)
+    elif lacking == "thread at the source":
+        monkeypatch.setattr(Thread, "start", no_thread(Thread.start, []))
+    else:
+        fake = kit._pretended_nixl()
+        for name in ("postXferReq", "getXferStatus"):
+            call = unless_further(getattr(fake.nixlAgent, name), int(fake.NIXL_IN_PROG))
+            monkeypatch.setattr(fake.nixlAgent, name, call)
+    right, source, progress = content(COUNT * SIZE), make(1.0), Progress(COUNT)
+    progress.mark_all(range(READY))
+    source.export(Export("k", b"manifest", SIZE, kit.Pieces(right), progress))
+    read_by_one(make, source.endpoint, right, lambda: progress.mark_all(range(READY, COUNT)))

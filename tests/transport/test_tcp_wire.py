@@ -5,29 +5,30 @@ import socket
 import subprocess
 import sys
 import threading
-import weakref
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tensorhub.protocol.errors import SourceLost
+from tensorhub.transport import announcing
+from tensorhub.transport.announcing import COUNT, READY, AnnouncedStream
 from tensorhub.transport.tcp import wire as tcp_wire
 from tensorhub.transport.tcp.reader import Job
 from tensorhub.transport.tcp.settings import TcpSettings
 from tensorhub.transport.tcp.wire import (
     CHUNK,
     GONE,
-    GREETING,
     HEADER,
     LINGER_S,
     MAX_GONE_BYTES,
     Silent,
     Vanished,
     Wire,
-    as_ranges,
     bounded_send,
 )
 
@@ -35,14 +36,6 @@ from . import kit
 from .kit import DEADLINE_S, MIB, Target, content
 
 CHUNK_BYTES = 2 * MIB  # more than the reader's side takes without reading
-
-
-@given(st.lists(st.integers(0, 50)))
-def test_ranges_keep_the_chunks_and_their_order(chunks: list[int]) -> None:
-    ranges = as_ranges(chunks)
-    assert [chunk for start, stop in ranges for chunk in range(start, stop)] == chunks
-    assert all(stop != start for (_, stop), (start, _) in pairwise(ranges))
-    assert (GREETING.size, HEADER.size) == (16, 16), "as the protocol says"
 
 
 @pytest.fixture
@@ -77,12 +70,7 @@ def test_bytes_arrive_however_they_are_cut(sent: list[int], received: list[int])
 
 
 def test_what_has_come_of_a_chunk_under_way_is_seen(wires: tuple[Wire, Wire]) -> None:
-    source, reader = wires
-    numbers = memoryview(bytearray(64)).cast("d", (2, 4))  # views of other items than bytes
-    source.send_frame(3, 1, [numbers])
-    assert reader.receive_header() == (3, 64, 1)
-    reader.receive_into([memoryview(bytearray(64)).cast("I")])
-    buffer, reader.heard_bytes = memoryview(bytearray(1000)), 0
+    (source, reader), buffer = wires, memoryview(bytearray(1000))
     job = Job(TcpSettings(), "tcp://x:1", "k", Target(bytearray(1000), 1000))
     job.enter(reader)
     thread = threading.Thread(target=reader.receive_into, args=([buffer[:300], buffer[300:]],))
@@ -108,21 +96,6 @@ def test_a_wait_ends_by_the_limit_or_by_a_cut(wires: tuple[Wire, Wire]) -> None:
     with pytest.raises(Vanished):
         wires[1].receive_into([memoryview(bytearray(1 << 25))])  # more than was sent above
     cutter.join(DEADLINE_S)
-
-
-@pytest.mark.usefixtures("no_collector")
-def test_a_peer_that_takes_nothing_leaves_nothing_behind() -> None:
-    def send() -> "weakref.ref[Wire]":
-        ours, theirs = socket.socketpair()
-        wire = Wire(ours, TcpSettings())
-        wire.limit_waits(receive_s=0.05, send_s=0.05)
-        with pytest.raises(Silent):
-            wire.send([memoryview(content(8 << 20))])
-        wire.close()
-        theirs.close()
-        return weakref.ref(wire)
-
-    assert send()() is None
 
 
 LEAVERS = """
@@ -254,3 +227,37 @@ def test_a_reader_that_does_not_take_them_is_not_waited_for(
     with contextlib.suppress(ConnectionResetError):
         while how == "is cut" and reader.recv(MIB):
             pass
+
+
+# -- announcements: how the last word of a source is heard that sends no chunks ----------------------------------------
+
+
+def announced_to(wire: Wire) -> AnnouncedStream:
+    return AnnouncedStream(Job(TcpSettings(), "local://there", "k", Target(bytearray(8), 8)), wire, 0)
+
+
+@pytest.mark.parametrize("comes_early", [False, True])
+def test_a_last_word_behind_announcements_is_what_ended_the_export(wires: tuple[Wire, Wire], comes_early: bool) -> None:
+    reader, source = wires
+    stream = announced_to(reader)
+    if not comes_early:
+        source.send_frame(READY, 0, [COUNT.pack(1)])
+    source.send_gone("gone", "it was withdrawn")
+    assert not comes_early or not stream.has_ready(0)
+    source.close()
+    assert "it was withdrawn" in str(stream.why_ended())
+
+
+def test_a_source_that_only_says_that_it_waits_is_not_heard_for_ever(
+    wires: tuple[Wire, Wire], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds, heard = count(), list[int]()
+    monkeypatch.setattr(announcing, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+
+    def waiting() -> tuple[int, int, int]:
+        heard.append(tcp_wire.WAITING)
+        assert len(heard) < 1000, "it would be heard for ever"
+        return tcp_wire.WAITING, 0, 0
+
+    monkeypatch.setattr(wires[0], "receive_header", waiting)
+    assert isinstance(announced_to(wires[0]).why_ended(), SourceLost)
