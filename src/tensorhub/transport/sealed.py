@@ -150,11 +150,7 @@ class Sealed:
         self._may_freeze = may_freeze and not is_inherited
         self._count: Count | None = None
         self._mapping = mapping
-        ending = weakref.finalize(self, _give_back, mapping, descriptor, os.getpid())
-        ending.atexit = False  # threads that move bytes may outlive the interpreter
-        track(self)
-        with _adding:
-            _all.add(self)
+        _know(self, mapping)
 
     def freeze(self) -> bool:
         """Make it read-only for good; it counts here. Returns whether that is so now.
@@ -209,11 +205,7 @@ class Shared:
             os.close(self.descriptor)
             raise Unmappable(str(error)) from error
         self.address, self.size_bytes = foreign.address, size_bytes
-        ending = weakref.finalize(self, _give_back, foreign, self.descriptor, os.getpid())
-        ending.atexit = False
-        track(self)
-        with _adding:
-            _all.add(self)
+        _know(self, foreign)
 
     @property
     def counts_here(self) -> bool:
@@ -274,6 +266,15 @@ def scratch(size_bytes: int) -> int:
 Region = Sealed | Shared
 _all: "weakref.WeakSet[Region]" = weakref.WeakSet()
 _adding = threading.Lock()
+
+
+def _know(region: Region, mapping: Mapping | Foreign) -> None:
+    """Others can map it as long as it lives. Then it is given back."""
+    ending = weakref.finalize(region, _give_back, mapping, region.descriptor, os.getpid())
+    ending.atexit = False  # threads that move bytes may outlive the interpreter
+    track(region)
+    with _adding:
+        _all.add(region)
 
 
 def _begin_anew() -> None:

@@ -154,17 +154,13 @@ def note(error: BaseException, *, did: str) -> None:
         _last = (time.monotonic(), f"{did}: {text}", _hint(error))
 
 
-def unavailable(error: BaseException, did: str) -> Unavailable:
+def unavailable(error: BaseException, did: str, text: str = "") -> Unavailable:
     """The error of a call that met a shortage when `did`. To be raised from the other."""
+    note(error, did=did)
     is_told = (isinstance(error, OSError) and (error.errno or 0) > 0) or not isinstance(error, OSError | ImportError)
     why = f"{error}" or "out of memory"
     why = why if is_told else f"too few files, or too little memory ({why})"
-    return _unavailable(error, f"this process met a limit when {did}: {why}", did)
-
-
-def _unavailable(error: BaseException, text: str, did: str) -> Unavailable:
-    note(error, did=did)
-    return Unavailable(text, hint=_hint(error))
+    return Unavailable(text or f"this process met a limit when {did}: {why}", hint=_hint(error))
 
 
 def _hint(error: BaseException) -> str:
@@ -177,7 +173,7 @@ def _hint(error: BaseException) -> str:
 def as_ours(error: Exception, text: str) -> TensorHubError:
     """What was not foreseen, as an error of ours with its cause: an `Unavailable` if it is a shortage."""
     said = f"{text}: {error!r}"
-    ours = _unavailable(error, said, text) if is_shortage(error) else TensorHubError(said)
+    ours = unavailable(error, text, said) if is_shortage(error) else TensorHubError(said)
     ours.__cause__ = error
     return ours
 
@@ -408,20 +404,35 @@ _ROUNDING_S = 1.5e-6  # Python keeps whole microseconds
 class ShortSwitchInterval:
     """From the block's beginning to its end, but not between `restore` and `shorten`. For one thread."""
 
+    _lock = threading.Lock()
+    _wanting = 0  # blocks of all threads that want it short
+    _before_s = 0.0  # what the interval was when the first came
+
     def __init__(self) -> None:
         self._is_on = False
 
-    def restore(self) -> None:
-        """Idempotent."""
-        if self._is_on:
-            self._is_on = False
-            _interval.leave()
-
     def shorten(self) -> None:
         """Idempotent."""
+        if self._is_on:
+            return
+        self._is_on, every = True, ShortSwitchInterval
+        with every._lock:
+            every._wanting += 1
+            if every._wanting == 1:
+                if not _is_short():  # else the program kept it while it was ours, and has put it back since
+                    every._before_s = sys.getswitchinterval()
+                if every._before_s > SHORT_S:
+                    sys.setswitchinterval(SHORT_S)
+
+    def restore(self) -> None:
+        """Idempotent."""
         if not self._is_on:
-            self._is_on = True
-            _interval.enter()
+            return
+        self._is_on, every = False, ShortSwitchInterval
+        with every._lock:
+            if every._wanting == 1:
+                _put_back()
+            every._wanting = max(0, every._wanting - 1)  # a child that was forked inside a block leaves it
 
     def __enter__(self) -> "ShortSwitchInterval":
         self.shorten()
@@ -433,47 +444,19 @@ class ShortSwitchInterval:
         self.restore()
 
 
-class _Interval:
-    """This process's one interval, and how many want it short."""
-
-    def __init__(self) -> None:
-        self._forget()
-
-    def _forget(self) -> None:
-        self._lock = threading.Lock()
-        self._wanting = 0
-        self._before_s = 0.0  # what it was when the first came
-
-    def enter(self) -> None:
-        with self._lock:
-            self._wanting += 1
-            if self._wanting == 1:
-                self._shorten()
-
-    def leave(self) -> None:
-        with self._lock:
-            if self._wanting == 1:
-                self._restore()
-            self._wanting = max(0, self._wanting - 1)  # a child that was forked inside a block leaves it
-
-    def forked(self) -> None:
-        """In a child: none of those threads is here, and one of them may have had the lock."""
-        self._restore()
-        self._forget()
-
-    def _shorten(self) -> None:
-        if not self._is_ours():  # else the program kept it while it was ours, and has put it back since
-            self._before_s = sys.getswitchinterval()
-        if self._before_s > SHORT_S:
-            sys.setswitchinterval(SHORT_S)
-
-    def _restore(self) -> None:
-        if self._is_ours() and self._before_s > SHORT_S:
-            sys.setswitchinterval(self._before_s)
-
-    def _is_ours(self) -> bool:
-        return abs(sys.getswitchinterval() - SHORT_S) < _ROUNDING_S
+def _is_short() -> bool:
+    return abs(sys.getswitchinterval() - SHORT_S) < _ROUNDING_S
 
 
-_interval = _Interval()
-os.register_at_fork(after_in_child=_interval.forked)
+def _put_back() -> None:
+    if _is_short() and ShortSwitchInterval._before_s > SHORT_S:
+        sys.setswitchinterval(ShortSwitchInterval._before_s)
+
+
+def _put_back_in_child() -> None:
+    """None of those threads is here, and one of them may have had the lock."""
+    _put_back()
+    ShortSwitchInterval._lock, ShortSwitchInterval._wanting = threading.Lock(), 0
+
+
+os.register_at_fork(after_in_child=_put_back_in_child)

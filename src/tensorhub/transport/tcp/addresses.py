@@ -1,6 +1,5 @@
 """Addresses of the tcp transport: where to listen, how to resolve names, how to dial."""
 
-import ipaddress
 import os
 import socket
 import struct
@@ -8,14 +7,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from ipaddress import ip_address
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from ...protocol.errors import Unavailable, UsageError
-from .. import threads
-from ..threads import Thread, is_shortage, made, start, tolerated, unavailable
+from ..threads import Thread, made, named, start, tolerated
 from .settings import TcpSettings, tune
 from .wire import Garbled, Vanished, Wire
 
@@ -107,12 +105,16 @@ def host_of(address: tuple[Any, ...]) -> str:
 
 def is_loopback(address: str) -> bool:
     """Whether only this host reaches that IP address. A name is none."""
+    found = _ip(address)
+    return found is not None and bool((getattr(found, "ipv4_mapped", None) or found).is_loopback)
+
+
+def _ip(host: str) -> IPv4Address | IPv6Address | None:
+    """None for a name, or what the resolver is to look at."""
     try:
-        found = ip_address(address)
+        return ip_address(host)
     except ValueError:
-        return False
-    mapped = getattr(found, "ipv4_mapped", None)
-    return bool((mapped or found).is_loopback)
+        return None
 
 
 def _hosts(settings: TcpSettings) -> list[str]:
@@ -133,13 +135,10 @@ def _hosts(settings: TcpSettings) -> list[str]:
 
 def _address_of_interface(name: str) -> str | None:
     """The first address of the network interface of this name; None if there is no such interface."""
-    try:
-        socket.if_nametoindex(name)
-    except ValueError:
-        return None
-    except OSError as error:  # it says of each failure that there is no such interface
-        if is_shortage(error):
-            raise unavailable(error, "it looked at a network interface") from error
+    index = 0
+    with suppress(ValueError), tolerated("it looked at a network interface"):
+        index = socket.if_nametoindex(name)
+    if not index:
         return None
     with tolerated("it looked at a network interface"), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         return _ipv4_address_of(probe, name)
@@ -282,17 +281,9 @@ def look_up(job: "Job", address: Address, within_s: float) -> Found:
     return question.found
 
 
-def _is_in_numbers(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False  # a name, or what the resolver is to look at
-    return True
-
-
 def _asked(address: Address) -> Question:
     """The question that is under way, or was answered too late; or a new one. Numbers are answered at once."""
-    if _is_in_numbers(address[0]):
+    if _ip(address[0]) is not None:
         question = Question(address)
         question.ask()
         return question
@@ -339,14 +330,12 @@ def dial(job: "Job", index: int, *, parse: Callable[[str], tuple[Address, ...]] 
     except ValueError as error:
         raise Garbled(str(error)) from error
     if len(addresses) == 1:
-        return _reach(job, addresses[0])
+        return _reach(job, addresses, 0)
     own = job.settings.leave_from if len(job.settings.leave_from) == len(addresses) else ()
     if index == 0:
         return _reach_any(job, addresses, own)
     at = (job.answered_at + index) % len(addresses)
-    wire = _reach(job, addresses[at], leave_from=own[at] if own else "")
-    job.note_address(at)
-    return wire
+    return _reach(job, addresses, at, leave_from=own[at] if own else "")
 
 
 def _reach_any(job: "Job", addresses: tuple[Address, ...], own: tuple[str, ...]) -> Wire:
@@ -355,34 +344,31 @@ def _reach_any(job: "Job", addresses: tuple[Address, ...], own: tuple[str, ...])
     Only the last try has all the time that there is.
     """
     job.addresses = len(addresses)
-    tries = [(at, address, own[at]) for at, address in enumerate(addresses) if own]
-    tries += [(at, address, "") for at, address in enumerate(addresses)]
-    for at, address, leave_from in tries[:-1]:
+    for at, leave_from in [*enumerate(own), *((at, "") for at in range(len(addresses) - 1))]:
         try:
-            wire = _reach(job, address, within_s=min(job.settings.try_s, job.settings.connect_s), leave_from=leave_from)
+            within_s = min(job.settings.try_s, job.settings.connect_s)
+            return _reach(job, addresses, at, within_s=within_s, leave_from=leave_from)
         except Vanished:
             if job.is_over:
                 raise
-            continue
-        job.note_address(at)
-        return wire
-    at, address, _ = tries[-1]
-    wire = _reach(job, address)
-    job.note_address(at)
-    return wire
+    return _reach(job, addresses, len(addresses) - 1)
 
 
-def _reach(job: "Job", address: Address, *, within_s: float | None = None, leave_from: str = "") -> Wire:
-    """At that address. Raises `Vanished` if it cannot be reached."""
+def _reach(
+    job: "Job", addresses: tuple[Address, ...], at: int, *, within_s: float | None = None, leave_from: str = ""
+) -> Wire:
+    """At that one of its addresses. Raises `Vanished` if it cannot be reached."""
     failure = Vanished("the host has no address")
     try:
-        for family, kind, protocol, _, found in look_up(job, address, within_s or job.settings.connect_s)[:_MOST_FOUND]:
+        every = look_up(job, addresses[at], within_s or job.settings.connect_s)
+        for family, kind, protocol, _, found in every[:_MOST_FOUND]:
             wire = wire_for(job, family, kind, protocol)
             try:
                 if leave_from:
                     _leave(wire, leave_from)
                 wire.connect(found, within_s)
                 wire.limit_waits(receive_s=job.settings.silence_s, send_s=job.settings.silence_s)
+                job.note_address(at)
                 return wire
             except Vanished as error:
                 failure = error
@@ -398,10 +384,9 @@ def _reach(job: "Job", address: Address, *, within_s: float | None = None, leave
 def wire_for(job: "Job", family: int, kind: int = socket.SOCK_STREAM, protocol: int = 0) -> Wire:
     """A connection to be, which the job knows. Raises `Unavailable` where this process has no descriptor for it."""
     try:
-        wire = Wire(made(lambda: socket.socket(family, kind, protocol)), job.settings)
+        with named("it connected to a source"):
+            wire = Wire(made(lambda: socket.socket(family, kind, protocol)), job.settings)
     except OSError as error:
-        if threads.is_shortage(error):
-            raise threads.unavailable(error, "it connected to a source") from error
         raise Vanished(f"cannot connect: {error}") from error
     job.enter(wire)
     return wire

@@ -212,11 +212,8 @@ class Job:
             mine, count = (sink.batches.source_bytes, chunk_bytes), len(sink.batches)
             full = -(-sink.batches.size_bytes // max(1, sink.chunk_bytes))
         else:
-            mine, count = (
-                (sink.stream.size_bytes, sink.chunk_bytes),
-                chunk_count(sink.stream.size_bytes, sink.chunk_bytes),
-            )
-            full = len(wanted)
+            mine, full = (sink.stream.size_bytes, sink.chunk_bytes), len(wanted)
+            count = chunk_count(*mine)
         if (size_bytes, chunk_bytes) != mine:
             raise SourceLost(
                 f"{self.endpoint} offers {self.key!r} as {size_bytes} B in chunks of {chunk_bytes} B,"
@@ -694,10 +691,6 @@ class TcpRead(Read):
                 self.error = error
         self.job.finish()
 
-    def _unforeseen(self, error: Exception) -> TensorHubError:
-        """Made here, so that it is no variable of a frame that its cause's traceback knows."""
-        return shortages.as_ours(error, f"reading {self.job.key!r} from {self.job.endpoint} failed")
-
     def _lead(self, index: int, interval: ShortSwitchInterval) -> None:
         """The first stream: learn what there is, decide what is wanted, start the others."""
         job, sink = self.job, self.job.sink
@@ -770,7 +763,7 @@ class TcpRead(Read):
         except TensorHubError as error:
             self._fail(error)
         except Exception as error:  # noqa: BLE001 the top of a thread, or the sink's bug: it ends this read and is reported
-            self._fail(self._unforeseen(error))
+            self._fail(shortages.as_ours(error, f"reading {self.job.key!r} from {self.job.endpoint} failed"))
         else:
             return True
         return False

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from math import inf
 
 from ...protocol.errors import Closed, UsageError
@@ -40,10 +41,8 @@ from .settings import TcpSettings, tune
 from .wire import (
     Garbled,
     Hello,
-    Pipe,
     Refusal,
     Silent,
-    Unlendable,
     Unreadable,
     Vanished,
     Welcome,
@@ -51,6 +50,7 @@ from .wire import (
     WireError,
     bounded_send,
     lost,
+    open_pipe,
 )
 
 _log = logging.getLogger(__name__)
@@ -115,67 +115,6 @@ class Admission:
         return [*self._strangers.values(), *self._welcome.values()]
 
 
-# --- Takes connections on each address that a worker listens on, in a thread for each.
-
-
-_AGAIN_S = 0.1  # pause after accept fails for want of file descriptors
-
-
-class Accepting:
-    """Gives every new connection to `take`, which closes it or keeps it."""
-
-    def __init__(self, listening: Sequence[socket.socket], take: Callable[[socket.socket], None], kind: str) -> None:
-        self._listening = [tracked(listener) for listener in listening]
-        self._closing = threading.Event()
-        self._threads = [
-            Thread(self._accept, args=(listener, take), name=f"tensorhub-{kind}-accept") for listener in listening
-        ]
-
-    def start(self) -> None:
-        """Raises `Unavailable` if the process may start no more threads; nothing is listened on then."""
-        for thread in self._threads:
-            start(thread, otherwise=self._give_up)
-
-    def close(self) -> None:
-        """Take no connection any more."""
-        self._closing.set()
-        for listener in self._listening:
-            with suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that polls it
-
-    def join(self, deadline: float) -> None:
-        """Until its threads have ended, but no longer."""
-        for thread in self._threads:
-            if thread.is_alive():
-                thread.join(max(0.0, deadline - time.monotonic()))
-
-    def _give_up(self) -> None:
-        self.close()
-        for listener in self._listening:
-            listener.close()
-
-    def _accept(self, listener: socket.socket, take: Callable[[socket.socket], None]) -> None:
-        listener.setblocking(False)  # it is waited for outside of what a fork waits for
-        coming = select.poll()
-        coming.register(listener, select.POLLIN)
-        with listener:
-            while not self._closing.is_set():
-                try:
-                    coming.poll()
-                    sock = made(lambda: listener.accept()[0])
-                    sock.setblocking(True)  # as some systems do not
-                except BlockingIOError:
-                    continue  # the peer has left, or this is closing
-                except OSError as error:
-                    threads.note(error, did="it accepted a reader")
-                    self._closing.wait(_AGAIN_S)
-                    continue
-                try:
-                    take(sock)
-                except MemoryError:
-                    sock.close()
-
-
 # --- What a source exports, as its readers see it.
 
 
@@ -206,60 +145,51 @@ class Served:
 # memory to, and at the end. It is given no memory that may be moved only inside a block of its stream.
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class Conversation:
     """One connection as the library sees it. Holds all memory that the library is given."""
 
-    def __init__(
-        self,
-        library: load.Library,
-        wire: Wire,
-        served: Served,
-        held: object,
-        state: shapes.ServeState,
-    ) -> None:
-        self._library = library
-        self._wire = wire
-        self._served = served
-        self._held = held
-        self._state = state
+    library: load.Library
+    wire: Wire
+    served: Served
+    held: object
+    state: shapes.ServeState
 
     def run(self) -> str:
         """Serve until the export ends, or its chunks do: returns why. Raises what ends the connection before."""
-        state, pipe = self._state, None
+        state, pipe = self.state, None
         try:
             while True:
-                self._library.serve(state)
+                self.library.serve(state)
                 if state.status != shapes.NEEDS_PIPE:
                     return self._end()
-                try:
-                    with ShortSwitchInterval():
-                        pipe = Pipe()
-                    state.pipe_in, state.pipe_out = pipe.ends
-                except Unlendable:
+                with ShortSwitchInterval():
+                    pipe = open_pipe()
+                if pipe is None:
                     state.may_lend = 0
+                else:
+                    state.pipe_in, state.pipe_out = pipe.ends
         finally:
             if pipe is not None:
                 pipe.close()
 
     @property
     def sent_bytes(self) -> int:
-        return int(self._state.sent_bytes)
+        return int(self.state.sent_bytes)
 
     @property
     def idle_s(self) -> float:
         """How long the reader has asked for nothing: infinite if it never has, 0 while it is served."""
-        state = self._state
+        state = self.state
         return idle_s(state.idle_since or None, has_asked=bool(state.kind))
 
     def add_to(self, counts: dict[str, int]) -> None:
         """What it has sent so far."""
-        state = self._state
-        counts["sent_bytes"] += int(state.sent_bytes)
-        counts["sent_chunks"] += int(state.sent_chunks)
-        counts["lent_bytes"] += int(state.lent_bytes)
+        for name in ("sent_bytes", "sent_chunks", "lent_bytes"):
+            counts[name] += int(getattr(self.state, name))
 
     def _end(self) -> str:
-        state, served = self._state, self._served
+        state, served = self.state, self.served
         if state.status == shapes.ENDED:
             return served.ended or "it has ended"
         if state.status == shapes.FAILED:
@@ -268,7 +198,7 @@ class Conversation:
 
     def _failure(self) -> WireError:
         """What ended the connection, as Python's own way would say it."""
-        state = self._state
+        state = self.state
         if state.status == shapes.SILENT:
             return Silent("the peer neither takes a byte nor asks for one")
         if state.status != shapes.GARBLED:
@@ -279,7 +209,7 @@ class Conversation:
         if state.length > tcp_wire.MAX_WANT_BYTES:
             return Garbled(f"a frame of {state.length} B, where {tcp_wire.MAX_WANT_BYTES} B are the limit")
         try:
-            ranges = self._wire.decode_want(bytes(state.words[: state.length]), int(state.chunk_count))
+            ranges = self.wire.decode_want(bytes(state.words[: state.length]), int(state.chunk_count))
         except Garbled as error:
             return error.with_traceback(None)
         if len(ranges) > shapes.MAX_RANGES:
@@ -365,6 +295,7 @@ def _state_of(batches: Batches) -> shapes.Batches:
 # readers hear why (GONE), and by cutting the connection where it is not.
 
 
+_AGAIN_S = 0.1  # pause after accept fails for want of file descriptors
 _MIN_KEEPALIVE_S = 0.01  # whatever a reader says that it needs
 _JOIN_S = 5.0  # threads leave within milliseconds once cut; a copy from a device may take longer
 _COUNTED = (
@@ -390,13 +321,16 @@ class TcpServer:
         self._counts = dict.fromkeys(_COUNTED, 0)
         self._room = Room()
         self._is_closed = False
+        self._is_closing = threading.Event()  # no connection is taken any more
         with ExitStack() as undo:
-            listening = [undo.enter_context(listener) for listener in self.listen()]
-            self.endpoint = self.advertised(listening)
-            self.addresses = addresses_of(listening)
-            self._accepting = Accepting(listening, self._take, self.kind)
+            self._listening = [undo.enter_context(tracked(listener)) for listener in self.listen()]
+            self.endpoint = self.advertised(self._listening)
+            self.addresses = addresses_of(self._listening)
+            named = f"tensorhub-{self.kind}-accept"
+            self._accepting = [Thread(self._accept, args=(listener,), name=named) for listener in self._listening]
+            for thread in self._accepting:
+                start(thread, otherwise=self._stop_accepting)
             undo.pop_all()
-        self._accepting.start()
 
     # -- what another transport that speaks over a socket does in its own way -----------------------------------------
 
@@ -526,18 +460,45 @@ class TcpServer:
         with self._changed:
             if not self._is_closed:
                 self._is_closed = True
-                self._accepting.close()
+                self._stop_accepting()
                 for key in list(self._exports):
                     self._end(key, "its worker closed")
                 self._changed.wait_for(lambda: not self._admission, self._settings.withdraw_grace_s)
             threads = self._admission.cut_all()
         deadline = time.monotonic() + _JOIN_S
-        self._accepting.join(deadline)
-        for thread in threads:
+        for thread in (*self._accepting, *threads):
             if thread is not threading.current_thread() and thread.is_alive():
                 thread.join(max(0.0, deadline - time.monotonic()))
 
     # -- connections ---------------------------------------------------------------------------------------------------
+
+    def _stop_accepting(self) -> None:
+        self._is_closing.set()
+        for listener in self._listening:
+            with suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that polls it
+
+    def _accept(self, listener: socket.socket) -> None:
+        """Take connections, in a thread of this listener's."""
+        listener.setblocking(False)  # it is waited for outside of what a fork waits for
+        coming = select.poll()
+        coming.register(listener, select.POLLIN)
+        with listener:
+            while not self._is_closing.is_set():
+                try:
+                    coming.poll()
+                    sock = made(lambda: listener.accept()[0])
+                    sock.setblocking(True)  # as some systems do not
+                except BlockingIOError:
+                    continue  # the peer has left, or this is closing
+                except OSError as error:
+                    threads.note(error, did="it accepted a reader")
+                    self._is_closing.wait(_AGAIN_S)
+                    continue
+                try:
+                    self._take(sock)
+                except MemoryError:
+                    sock.close()
 
     def _take(self, sock: socket.socket) -> None:
         """Give a new connection a thread of its own, or hang up."""

@@ -14,7 +14,7 @@ import termios
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -23,7 +23,7 @@ from ...protocol.messages import shown, shown_fields
 from ...protocol.names import MAX_TEXT, Undecodable, decoded
 from ..native import load, shapes
 from ..ranges import advance, flat, one_call, size_of
-from ..threads import track, tracked
+from ..threads import scope, track, tracked
 from .settings import MAX_WANT_RANGES, TcpSettings, limit_waits, tune
 
 # --- What ends a connection between two workers. The reader turns each into an error of the caller's tree.
@@ -132,47 +132,46 @@ PIPE_BYTES = 1 << 20  # what a user without rights may ask for; 256 pages
 LEAST_PIPE_BYTES = 1 << 18  # with less, for a user that has many pipes, the calls cost more than the copies
 
 
-class Unlendable(Exception):
-    """This connection can lend nothing."""
-
-
 class Pipe:
     """The way of pages from memory to a socket. For one thread, which closes it."""
 
     def __init__(self) -> None:
-        """Raises `Unlendable`."""
-        if not IS_THERE:
-            raise Unlendable("vmsplice is a call of Linux")
-        try:
-            self._out, self._in = os.pipe()
-        except OSError as error:
-            raise Unlendable(str(error)) from error
+        """Raises `OSError`."""
+        self._out, self._in = os.pipe()
         track(self)
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # the lowest free number is given out: so many are taken
-        if 0 <= limit <= 2 * self._in:
-            self.close()
-            raise Unlendable("half of the descriptors are taken: the rest is for connections")
-        try:
-            size_bytes = fcntl.fcntl(self._in, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-        except OSError:  # this user has too many pages in pipes
-            size_bytes = 0
-        if size_bytes < LEAST_PIPE_BYTES:
-            self.close()
-            raise Unlendable(f"a pipe of {size_bytes} B")
 
     @property
     def ends(self) -> tuple[int, int]:
         """Where pages go in, and where they come out."""
         return self._in, self._out
 
+    def descriptors(self) -> tuple[int, int]:
+        """Both of its ends."""
+        return self.ends
+
     def close(self) -> None:
-        closing, self._in, self._out = self.descriptors(), -1, -1
+        closing, self._in, self._out = self.ends, -1, -1
         for descriptor in closing:
             os.close(descriptor)
 
-    def descriptors(self) -> tuple[int, ...]:
-        """Both of its ends."""
-        return self._in, self._out
+
+def open_pipe() -> Pipe | None:
+    """None where this process can lend nothing, or should not."""
+    try:
+        pipe = Pipe() if IS_THERE else None
+    except OSError:
+        return None
+    if pipe is None:
+        return None
+    try:
+        size_bytes = fcntl.fcntl(pipe.ends[0], fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    except OSError:  # this user has too many pages in pipes
+        size_bytes = 0
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # the lowest free number is given out: so many are taken
+    if size_bytes < LEAST_PIPE_BYTES or 0 <= limit <= 2 * pipe.ends[0]:  # the other half is for connections
+        pipe.close()
+        return None
+    return pipe
 
 
 # --- Sends what lies in room that others wait for, and keeps that room for a moment only, whatever the peer does.
@@ -288,6 +287,17 @@ _ranges = msgspec.msgpack.Decoder(list[tuple[int, int]])
 _encode = msgspec.msgpack.Encoder().encode
 
 
+@scope
+def _moving(silent: str) -> Iterator[None]:
+    """Bytes move in this block. What ends that is raised as an error of the wire's."""
+    try:
+        yield
+    except BlockingIOError as error:
+        raise Silent(silent) from error
+    except OSError as error:
+        raise lost(error) from error
+
+
 class Wire:
     """One connected socket."""
 
@@ -385,20 +395,15 @@ class Wire:
         """Send all of it. Goes on as long as bytes move."""
         pending = list(filter(len, map(flat, buffers)))
         first = 0
-        try:
+        with _moving("the peer takes no byte"):
             while first < len(pending):
-                sent = self.sock.sendmsg(one_call(pending, first))
-                first = advance(pending, first, sent)
-        except BlockingIOError as error:
-            raise Silent("the peer takes no byte") from error
-        except OSError as error:
-            raise lost(error) from error
+                first = advance(pending, first, self.sock.sendmsg(one_call(pending, first)))
 
     def receive_into(self, buffers: Sequence[memoryview], deadline: float | None = None) -> None:
         """Fill all of it, straight into the given memory. Goes on as long as bytes come, or until the deadline."""
         pending = list(filter(len, map(flat, buffers)))
         first = 0
-        try:
+        with _moving("the peer sends no byte"):
             while first < len(pending):
                 if deadline is not None and time.monotonic() > deadline:
                     raise Silent("the peer takes too long over its words")
@@ -408,10 +413,6 @@ class Wire:
                     raise Vanished("the peer closed the connection")
                 self.heard_bytes += got
                 first = advance(pending, first, got)
-        except BlockingIOError as error:
-            raise Silent("the peer sends no byte") from error
-        except OSError as error:
-            raise lost(error) from error
 
     def _receive(self, size_bytes: int, deadline: float | None = None) -> bytearray:
         buffer = bytearray(size_bytes)
@@ -446,12 +447,8 @@ class Wire:
 
     def send_header(self, kind: int, number: int, length: int) -> None:
         """Of a frame whose payload follows at once."""
-        try:
+        with _moving("the peer takes no byte"):
             self.sock.sendall(HEADER.pack(kind, length, number), socket.MSG_MORE)
-        except BlockingIOError as error:
-            raise Silent("the peer takes no byte") from error
-        except OSError as error:
-            raise lost(error) from error
 
     def receive_header(self) -> tuple[int, int, int]:
         """(kind, length, number); the length is not yet compared with anything."""
