@@ -209,7 +209,7 @@ typedef struct {
     uint64_t chunk, at; /* the one that failed, and the first byte that was not there */
 } offload_t;
 
-/* marks.c */
+/* copy.c */
 double now_s(void);
 void wait_word(_Atomic uint32_t *word, uint32_t seen, double timeout_s);
 void wake_word(_Atomic uint32_t *word);
@@ -219,7 +219,7 @@ EXPORT void th_wake(progress_t *progress);
 EXPORT void th_wait(progress_t *progress, uint32_t seen, double timeout_s);
 EXPORT uint32_t th_swap(_Atomic uint32_t *word, uint32_t from, uint32_t to);
 
-/* pieces.c */
+/* copy.c: lists of address and length */
 uint64_t piece_at(const table_t *table, uint64_t at);
 int vectors_of(const table_t *table, uint64_t start, uint64_t stop, int most, struct iovec *out, uint64_t *bytes);
 int pieces_in(const table_t *table, uint64_t start, uint64_t stop, uint64_t most);
@@ -251,7 +251,7 @@ int may_write(stream_t *stream);
 int ask_for(stream_t *stream, const uint64_t *chunks, uint64_t count, uint64_t number);
 int next_frame(stream_t *stream);
 
-/* take.c, copy.c, mapped.c: `into` is where the stream's bytes belong */
+/* read.c, copy.c: `into` is where the stream's bytes belong */
 int take_chunk(stream_t *stream, uint64_t chunk);
 int is_as_announced(const stream_t *stream, uint64_t at);
 int await_ready(stream_t *stream, uint64_t chunk);
@@ -278,7 +278,7 @@ EXPORT int th_digest_tiles(const table_t *memory, const uint64_t *tiles, uint64_
 /* offload.c */
 EXPORT int th_offload(offload_t *offload);
 
-/* lending.c */
+/* serve.c: lending */
 int send_chunk(serve_t *serve, uint64_t chunk);
 void window_sent(serve_t *serve, uint64_t size);
 
