@@ -378,7 +378,7 @@ int take_chunk(stream_t *stream, uint64_t chunk) {
 
 /* -- Streams that are made of parts of other ones: rows of runs, tiles that are judged one by one, and scratch memory.
  * 
- * `ranges.py` says what a row is. What a reader wants comes from a peer: `th_check_rows` looks at every number of it. */
+ * `ranges.py` says what a row is. A reader's request comes from a peer: `th_check_rows` looks at each of its numbers. */
 
 enum { NEAR_BYTES = 4096 }; /* gathered, and then hashed at once */
 
