@@ -160,7 +160,7 @@ void vectors_of_both(const table_t *ours, const table_t *theirs, uint64_t start,
 }
 
 /* -- Chunks that the reader fetches itself, out of another process's memory, as local/transport.py does it.
- * 
+ *
  * A chunk counts only if the source's seal was seen there after the copy. */
 
 enum { COUNT_BYTES = 8 };
@@ -276,7 +276,7 @@ int copy_end(stream_t *stream, uint64_t size) {
 }
 
 /* -- Chunks out of another process's memory that is mapped here: copied and hashed in one go, without the kernel.
- * 
+ *
  * Python has mapped it, and has seen that its size is sealed, so no look at it can fail. Its owner may write there at
  * any time: what counts is what arrived, by its digest, and only if the seal was still there afterwards. */
 
@@ -359,7 +359,7 @@ int copy_mapped(stream_t *stream, const table_t *into, uint64_t start, uint64_t 
 }
 
 /* -- Chunks copied inside this process, from registered memory to a host copy of it, and judged while a cache has them.
- * 
+ *
  * The kernel does the reading, for what is registered may be freed at any moment. Threads of our own take one chunk
  * after another; the caller waits for all of them. */
 
@@ -428,7 +428,7 @@ EXPORT int th_offload(offload_t *offload) {
 }
 
 /* -- Large pages under memory of ours that readers map.
- * 
+ *
  * The kernel gives shared memory none by itself (`shmem_enabled` is `never` nearly everywhere): then a GiB is 262,144
  * pages, each to be found missing by its owner once, and to be put into the tables of every reader. Since Linux 6.1 one
  * may ask for them: MADV_COLLAPSE puts what is there of 2 MiB into one page, and zeros beside it. Whoever writes there

@@ -268,7 +268,7 @@ int digest_end(const digest_t *digest, unsigned char out[DIGEST_BYTES]) {
 }
 
 /* -- The inner loop of the digest, once for each instruction set that a compiler and a machine may have.
- * 
+ *
  * The library is built for any processor of its kind; which loop runs is found out when it is loaded. */
 
 enum { SCRAMBLE_AT = SECRET_BYTES - STRIPE_BYTES, STEP = 8 };
@@ -366,10 +366,10 @@ digest_take *digest_best(const char **name) {
 #endif
 
 /* -- The inner loop of the digest once more, for bytes that are copied: each is loaded once, stored and taken.
- * 
+ *
  * Who owns the bytes may change them meanwhile. What is stored is what was hashed all the same, for it comes out of one
  * register: `pinned` keeps the compiler from loading a second time what it believes that nobody changes.
- * 
+ *
  * The stores go past the caches, where the target would only push out what is still to be hashed. */
 
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))

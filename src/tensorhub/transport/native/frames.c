@@ -1,4 +1,4 @@
-/* What goes over the wire, as tcp/wire.py says it: headers, requests in MessagePack; and what Python asks at loading. */
+/* Frames on the wire, as tcp/wire.py says: headers, requests in MessagePack. And what Python asks when it loads this. */
 #define _GNU_SOURCE
 #include "mover.h"
 

@@ -8,7 +8,7 @@
 #include <sys/socket.h>
 
 /* -- The target's side: streams that ask for chunks ahead of their arrival, and what they share.
- * 
+ *
  * One thread runs each stream; one more, Python's, waits for events. */
 
 /* -- what the streams of one read share --------------------------------------------------------------------------- */
@@ -377,8 +377,8 @@ int take_chunk(stream_t *stream, uint64_t chunk) {
 }
 
 /* -- Streams that are made of parts of other ones: rows of runs, tiles that are judged one by one, and scratch memory.
- * 
- * `ranges.py` says what a row is. A reader's request comes from a peer: `th_check_rows` looks at each of its numbers. */
+ *
+ * `ranges.py` says what a row is. A request comes from a peer: `th_check_rows` looks at each of its numbers. */
 
 enum { NEAR_BYTES = 4096 }; /* gathered, and then hashed at once */
 

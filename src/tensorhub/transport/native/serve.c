@@ -8,7 +8,7 @@
 #include <sys/socket.h>
 
 /* -- The source's side of one connection: chunks go out in the order asked for, each as soon as it is there.
- * 
+ *
  * It is `tcp/server.py` again, between the greetings and the end, which are Python's; and `announcing.py`, where a
  * reader fetches the bytes itself and is only told which are there. */
 
