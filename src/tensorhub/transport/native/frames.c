@@ -1,4 +1,4 @@
-/* Frames on the wire, as tcp/wire.py says: headers, requests in MessagePack. And what Python asks when it loads this. */
+/* Frames on the wire, as tcp/wire.py says: headers, requests in MessagePack. And what Python asks at loading. */
 #define _GNU_SOURCE
 #include "mover.h"
 
