@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import tensorhub
-from tensorhub.cli import log
-from tensorhub.cli.log import WaitingLog
+from tensorhub.cli import output as log
+from tensorhub.cli.output import WaitingLog
 
 from .test_commands import run
 

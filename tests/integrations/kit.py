@@ -78,3 +78,20 @@ def eventually(condition, what, *, within_s=30.0):
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {within_s} s"
         time.sleep(0.01)
+
+
+TRIES = 3
+
+
+def start_ray(cpus):
+    """A cluster of this process. Ray gives its processes 30 s, which beside busy ones may not do: it is tried again."""
+    import ray
+
+    for left in reversed(range(TRIES)):
+        try:
+            ray.init(num_cpus=cpus, include_dashboard=False, log_to_driver=False)
+            return
+        except Exception as error:
+            ray.shutdown()
+            if not left or "timed out during startup" not in str(error):
+                raise

@@ -1,5 +1,6 @@
 """FSDP2, tensor parallelism and DDP on real ranks: what is published is what torch says that the module is."""
 
+import io
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -14,6 +15,7 @@ from tensorhub.integrations import fsdp
 from tensorhub.integrations.whole import Whole
 
 from .kit import digest_of, eventually
+from .rank import GATHERING
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
@@ -94,9 +96,14 @@ def test_a_hundred_steps_while_rollouts_read_all_the_time(start, server):
 
 
 @pytest.mark.parametrize(
-    ("then", "code"), [("raise", "ValueError"), pytest.param("say", "usage", marks=pytest.mark.long)]
+    ("then", "code", "begins"),
+    [
+        ("raise", "ValueError", True),
+        pytest.param("say", "usage", True, marks=pytest.mark.long),
+        ("said", "usage", False),  # the others would wait in the claim, longer than this test may take
+    ],
 )
-def test_a_rank_raises_in_its_step_and_nothing_is_published(start, server, then, code):
+def test_a_rank_raises_in_its_step_or_before_it_and_nothing_is_published(start, server, then, code, begins):
     job = start()
     job.call("build")
     job.call("attach", model="policy")
@@ -105,27 +112,16 @@ def test_a_rank_raises_in_its_step_and_nothing_is_published(start, server, then,
         found = job.answers("step", version=1, fails=1, then=then)
         assert [each["code"] for each in found] == ["group-incomplete", code, "group-incomplete"]
         assert max(each["took_s"] for each in found) < 5, found
+        said = "step(1) failed" if begins else "step(1) could not begin"
+        assert said in found[0]["message"]
         assert "another rank raised" in found[0]["message"]
         assert whole.update("latest") == 0
-        assert [each["value"] for each in job.answers("held")] == [None, None, None]
+        assert [each["value"] for each in job.answers("held")] == [None if begins else 0] * 3
         newest = tensorhub.connect(server).versions("policy")[0]
-        assert (newest.version, newest.holders) == (0, ("rollout-0",)), "the trainer has withdrawn it"
+        holders = {"rollout-0"} if begins else {"rollout-0", "trainer"}
+        assert (newest.version, set(newest.holders)) == (0, holders), "the trainer has withdrawn it, or has it still"
         assert job.call("step", version=1) == 1, "the same number, since it was never published"
         check(whole, job, 1)
-
-
-def test_a_rank_that_cannot_begin_a_step_keeps_no_other_waiting(start, server):
-    """The others would wait in the claim until `call_timeout`, which is longer than this test may take."""
-    job = start()
-    job.call("build")
-    job.call("attach", model="policy")
-    found = job.answers("step", version=1, fails=1, then="said")
-    assert [each["code"] for each in found] == ["group-incomplete", "usage", "group-incomplete"]
-    assert "step(1) could not begin: another rank raised" in found[0]["message"]
-    assert [each["value"] for each in job.answers("held")] == [0, 0, 0]
-    newest = tensorhub.connect(server).versions("policy")[0]
-    assert (newest.version, newest.holders) == (0, ("trainer",)), "still published"
-    assert job.call("step", version=1) == 1
 
 
 def test_a_number_that_is_taken_is_said_before_any_block_runs(start, server):
@@ -362,3 +358,88 @@ def test_an_attachment_that_has_ended_leaves_no_threads(pair, fails):
 
     eventually(are_few, f"the threads of {MANY} attachments are gone")
     assert job.call("attach", model="policy") is not None
+
+
+# What is not published is refused by name: state beside tensors, FSDP1, ZeRO-3.
+
+
+def kind_of(extra):
+    return type(extra).__name__
+
+
+class Extra(torch.nn.Linear):
+    """A layer with state of another kind."""
+
+    def __init__(self, extra):
+        super().__init__(3, 2)
+        self.extra = extra
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+
+@pytest.mark.parametrize("extra", [None, b"", io.BytesIO(), {"scale": 2.0}, io.BytesIO(b"1")], ids=kind_of)
+def test_extra_state_that_says_something_is_refused_by_name(server, extra):
+    module = torch.nn.Sequential(Extra(extra))
+    if isinstance(extra, dict) or (isinstance(extra, io.BytesIO) and extra.getvalue()):
+        match = r"state of the module.*: '0._extra_state' \(\w+ of '0', class Extra\)"
+        with pytest.raises(tensorhub.UsageError, match=match):
+            fsdp.attach(module, "policy", server=server)
+        assert tensorhub.connect(server).versions("policy") == ()
+        return
+    with fsdp.attach(module, "policy", server=server):
+        found = tensorhub.load("policy@0", server=server)
+        assert {"0.weight", "0.bias"} <= set(found)
+        assert torch.equal(found["0.weight"], module[0].weight)
+
+
+class Packed(torch.nn.Module):
+    """Saves its weights in a form that is no tensor, as torch's quantised layers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(1))
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "packed"] = (torch.zeros(4, dtype=torch.int8), None)
+        destination[prefix + "dtype"] = torch.qint8
+
+
+def test_packed_weights_are_refused_rather_than_left_out_unless_that_is_meant(server):
+    module = torch.nn.Sequential(Packed(), torch.nn.Linear(2, 2))
+    match = r"'0.packed' \(tuple of '0', class Packed\); '0.dtype' \(dtype of '0', class Packed\)"
+    with pytest.raises(tensorhub.UsageError, match=match):
+        fsdp.attach(module, "policy", server=server)
+    assert tensorhub.connect(server).versions("policy") == ()
+    with fsdp.attach(module, "policy", server=server, leave_out=["0.packed", "0.dtype", "1.bias"]):
+        assert set(tensorhub.load("policy@0", server=server)) == {"0.scale", "1.weight"}
+
+
+GATHERS = {
+    "fsdp1-part": "'down' is of class FullyShardedDataParallel",
+    "fsdp1-inside": "is flattened by FSDP1",
+    "zero3": "parameter 'weight' of 'down', class Linear, is cut by DeepSpeed's ZeRO-3",
+}
+
+
+@pytest.mark.long
+def test_what_gathers_with_other_ranks_is_refused_on_all_of_them(start, server):
+    """Before any rank waits in a collective that others do not call."""
+    job = start(2)
+    for kind in GATHERING:
+        job.call("build", kind=kind)
+        found = job.answers("attach", model="policy")
+        assert [each["code"] for each in found] == ["usage", "usage"], (kind, found)
+        for each in found:
+            assert GATHERS.get(kind, "the module is of class FullyShardedDataParallel") in each["message"], (
+                kind,
+                found,
+            )
+            assert "fully_shard" in each["hint"]
+    assert tensorhub.connect(server).versions("policy") == ()
+    job.call("build", kind="fsdp")
+    assert job.call("attach", model="policy") == 0

@@ -14,7 +14,7 @@ import ray
 import tensorhub
 from tensorhub.integrations.ray import server_address, start_server
 
-from .ray_start import start_ray
+from .kit import start_ray
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_actors.py"
 

@@ -22,7 +22,7 @@ from tensorhub import aio
 from tensorhub.integrations.ray import start_server
 
 from . import verl_workers
-from .ray_start import start_ray
+from .kit import start_ray
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,4 +1,8 @@
-"""`tensorhub doctor`: which transports work here, how fast bytes move, and what this machine limits."""
+"""`tensorhub doctor`: which transports work here, how fast bytes move, and what this machine limits.
+
+Transports are measured in child processes with a deadline, because drivers and libraries may hang or crash. The rest is
+read from files of the kernel. The doctor changes no setting and needs no reference server.
+"""
 
 import json
 import os
@@ -6,6 +10,7 @@ import platform
 import queue
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -23,19 +29,22 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ..memory.digests import build_manifest
+from ..memory.fill import FillSink
+from ..memory.rates import Way as Measured
+from ..memory.rates import bare_copy, best, device_ways, for_device, on_device, on_host, on_host_mapped
 from ..memory.streams import core_count
 from ..protocol.errors import TensorHubError, UsageError
-from ..runtime.config import options_without_token, parse_address
+from ..protocol.names import Digest
+from ..runtime.config import options_without_token, parse_address, worker_options
+from ..runtime.opening import make_transport
 from ..transport import sealed
-from ..transport.base import PREFERENCE
+from ..transport.base import PREFERENCE, ByteStream, Export, Progress, Transport, read_to_end
 from ..transport.local.memory import SCOPES, yama_scope
 from ..transport.native import build, load
 from ..transport.nixl import agent
+from ..transport.nixl.probe import Probe
 from .output import count_text, size_text
-
-# --- Transports and ways are measured in child processes with a deadline, because drivers and libraries may hang or
-# crash. The rest is read from files of the kernel. The doctor changes no setting and needs no reference server.
-
 
 SIZE_BYTES = 256 << 20  # 15 ms at the rate of memory, half a second at 4 Gbit/s
 DEADLINE_S = 20.0  # of one probe; the slowest start of Python with all imports takes 5 s on a machine under load
@@ -247,7 +256,7 @@ class _Child:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - no pipe: it is read when the process has ended
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tensorhub.cli.doctor_child", *command],
+                [sys.executable, "-m", "tensorhub.cli.doctor", *command],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._stderr,
@@ -318,10 +327,6 @@ class _Child:
         self._stderr.seek(max(0, size_bytes - 4000))
         lines = self._stderr.read().decode(errors="replace").splitlines()
         return next((line for line in reversed(lines) if line.strip()), "")
-
-
-# --- What of this machine decides how fast weights move, read from the kernel's files. Starts nothing, changes
-# nothing.
 
 
 ENOUGH_FILES = 4096  # 64 readers and 64 sources, 2 descriptors each, and as much again for the engine
@@ -498,9 +503,6 @@ def _limit(value: int) -> str:
     return "unlimited" if value == resource.RLIM_INFINITY else str(value)
 
 
-# --- The doctor's findings on one screen: the transports, what of the machine is worth a word, and the verdict.
-
-
 MARKS = {
     "good": ("ok", "green"),
     "note": ("note", "yellow"),
@@ -587,3 +589,141 @@ def _verdict(found: Findings) -> Text:
     if not found.is_well:
         text.append("Mend what is marked bad first.", style="red")
     return text
+
+
+# The measuring processes. Each may hang or die without harm, and prints one line of JSON behind a mark. Where something
+# does not work, the answer has `error`, and perhaps `hint`. `ways` are a name in `WAYS`, its rate, and its limit's.
+#
+#     python -m tensorhub.cli.doctor source SCHEME SIZE    exports bytes, and says where; lives as long as stdin
+#     python -m tensorhub.cli.doctor reader SCHEME         reads what stdin names; says at what rates
+#     python -m tensorhub.cli.doctor device SIZE           copies and hashes on the first GPU
+#     python -m tensorhub.cli.doctor server ADDRESS        asks a reference server how it is
+
+
+KEY, MAPPED_KEY = "doctor", "doctor-mapped"
+READ_S = 10.0
+PROBE_S = 12.0  # of NIXL: shorter than the doctor's deadline, so that the doctor learns why
+ASK_S = 3.0
+
+
+def _made(scheme: str) -> Transport:
+    return make_transport(scheme, "127.0.0.1", worker_options(), probe_s=PROBE_S)
+
+
+def source(scheme: str, size: str) -> None:
+    """Export until stdin ends."""
+    size_bytes, chunk_bytes = int(size), options_without_token().chunk_bytes
+    transport = _made(scheme)
+    exported = {KEY: on_device(for_device(size_bytes)) if scheme == "cuda" else on_host(size_bytes)}
+    if scheme == "local":
+        with suppress(sealed.Unmappable):  # the line `mapping memory` says why
+            exported[MAPPED_KEY] = on_host_mapped(size_bytes)
+    for key, mine in exported.items():
+        manifest = build_manifest(mine, chunk_bytes)
+        progress = Progress(manifest.chunk_count, complete=True)
+        transport.export(Export(key, manifest.encode(), chunk_bytes, mine.stream, progress))
+    roots = {key: manifest.root() for key in exported}  # all have the same bytes
+    plain = _plain_source(exported[KEY].stream) if scheme == "tcp" else 0
+    say(endpoint=transport.endpoint, size_bytes=exported[KEY].size_bytes, roots=roots, plain=plain)
+    sys.stdin.read()
+
+
+def _plain_source(stream: ByteStream) -> int:
+    """Sends all bytes on each connection to this port."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        while True:
+            wire, _ = listener.accept()
+            with wire, suppress(OSError), stream.reading(0, stream.size_bytes) as views:
+                for view in views:
+                    wire.sendall(view)
+
+    threading.Thread(target=serve, daemon=True).start()
+    return int(listener.getsockname()[1])
+
+
+def _read_plain(port: int, stream: ByteStream) -> None:
+    address, size_bytes = ("127.0.0.1", port), stream.size_bytes
+    with socket.create_connection(address, READ_S) as wire, stream.writing(0, size_bytes) as views:
+        for view in views:
+            while view and (got := wire.recv_into(view)):
+                view = view[got:]
+
+
+def reader(scheme: str) -> None:
+    """Read what stdin names, beside what limits that."""
+    told = json.loads(sys.stdin.readline())
+    size_bytes, transport = told["size_bytes"], _made(scheme)
+    why_not = transport.why_not(told["endpoint"])
+    if why_not is not None:
+        return say(error=why_not)
+    mine, paths = on_device(size_bytes) if scheme == "cuda" else on_host(size_bytes), []
+
+    def rate(key: str, *, is_verified: bool = True) -> float:
+        def once() -> None:
+            sink = FillSink(mine, Digest(told["roots"][key]), verify="full" if is_verified else "none")
+            paths.append(read_to_end(transport, told["endpoint"], key, sink, within_s=READ_S))
+
+        return best(once, size_bytes)
+
+    found = rate(KEY)
+    path = paths[-1]
+    if isinstance(probed := getattr(transport, "probed", None), Probe):
+        path += f"; NIXL {probed.version}"
+    ways: list[Measured] = []
+    if scheme == "tcp":
+        unverified, plain = (
+            rate(KEY, is_verified=False),
+            best(partial(_read_plain, told["plain"], mine.stream), size_bytes),
+        )
+        chunk_bytes = options_without_token().chunk_bytes
+        hashed = best(lambda: build_manifest(mine, chunk_bytes, threads=1), size_bytes)
+        ways = [
+            ("tcp", found, unverified),
+            ("tcp without digests", unverified, plain),
+            ("host digest", hashed, bare_copy(mine)),
+        ]
+    elif scheme in ("local", "cuda"):
+        ways = [(scheme, found, copy := bare_copy(mine))]
+        if MAPPED_KEY in told["roots"]:
+            ways.append(("local from mapped memory", rate(MAPPED_KEY), copy))
+    say(rate_bytes_per_s=round(found), path=path, ways=ways)
+
+
+def device(size: str) -> None:
+    """What the first GPU does, beside bare copies on it and over its bus."""
+    reason, ways = device_ways(int(size), options_without_token().chunk_bytes)
+    say(error=reason) if reason else say(ways=ways)
+
+
+def server(address: str) -> None:
+    """Is it there, and does it talk to us?"""
+    from .. import connect
+
+    began = time.perf_counter()
+    status = connect(address, timeout=ASK_S).status()
+    took_ms = (time.perf_counter() - began) * 1e3
+    workers = sum(len(replica.workers) for model in status.models for replica in model.replicas)
+    say(protocol=status.protocol, uptime_s=status.uptime_s, workers=workers, took_ms=took_ms)
+
+
+def say(**answer: object) -> None:
+    """The one line, by itself also where a library has left one unfinished."""
+    sys.stdout.flush()
+    os.write(1, f"\n{MARK}{json.dumps(answer)}\n".encode())
+
+
+def main(role: str, *arguments: str) -> None:
+    """Do it, or say why not; leave at once, whatever threads are about."""
+    roles: dict[str, Callable[..., None]] = {"source": source, "reader": reader, "device": device, "server": server}
+    try:
+        roles[role](*arguments)
+    except TensorHubError as error:
+        say(error=str(error), hint=error.hint or "")
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -84,7 +84,7 @@ def serve(
 
     from ..runtime.config import access_of, server_settings
     from ..runtime.serving import run_server
-    from .log import log_to_stderr, say
+    from .output import log_to_stderr, say
 
     levels = logging.getLevelNamesMapping()
     if log.upper() not in levels:
