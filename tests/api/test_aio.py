@@ -39,8 +39,14 @@ def test_a_step_of_training_in_ones_own_loop(server):
             assert [version.version for version in await view.versions("m")] == [2, 1]
             assert [replica.name for replica in await view.replicas("m")] == ["r", "t"]
             assert await view.transfers() == ()
+            with pytest.raises(ZeroDivisionError):
+                async with trainer.mutating(version=3):
+                    raise ZeroDivisionError
+            assert trainer.version is None
         with pytest.raises(tensorhub.Closed):
             await trainer.publish(3)
+        with pytest.raises(tensorhub.UsageError, match="shard"):
+            await aio.open("m", replica="r", shard=5, server=server.address)
 
     run(story())
 
@@ -56,31 +62,6 @@ def test_a_cancelled_call_is_over_and_the_next_one_works(server):
 
     with within(10):
         run(story())
-
-
-def test_errors_arrive_as_they_are(server):
-    async def story():
-        with pytest.raises(tensorhub.UsageError, match="shard"):
-            await aio.open("m", replica="r", shard=5, server=server.address)
-        async with await aio.open("m", replica="r", server=server.address) as weights:
-            with pytest.raises(tensorhub.UsageError, match="before register"):
-                await weights.publish(1)
-            with pytest.raises(tensorhub.ShardTaken):
-                await aio.open("m", replica="r", server=server.address)
-
-    run(story())
-
-
-def test_an_error_in_a_mutating_block_publishes_nothing(server):
-    async def story():
-        async with await aio.open("m", replica="t", server=server.address) as weights:
-            await weights.register({"w": np.zeros(10)})
-            with pytest.raises(ZeroDivisionError):
-                async with weights.mutating(version=1):
-                    raise ZeroDivisionError
-            assert weights.version is None
-
-    run(story())
 
 
 def test_what_a_call_waits_for_is_noted_in_its_callers_thread(server, join, monkeypatch):

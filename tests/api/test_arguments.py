@@ -59,12 +59,6 @@ def test_a_server_that_is_not_there_is_named():
             tensorhub.connect(address, timeout=0.5).models()
 
 
-def test_a_shard_that_is_taken(join):
-    join("t")
-    with within(AT_ONCE_S), pytest.raises(tensorhub.ShardTaken, match=r"m/t\[0\]"):
-        join("t")
-
-
 def test_replicas_with_other_numbers_of_shards(join):
     join("r", shards=3)
     with within(AT_ONCE_S), pytest.raises(tensorhub.LayoutMismatch, match="2 shards"):
@@ -88,30 +82,25 @@ def test_tensors_that_cannot_be_registered(join):
     assert weights.publish(1) == 1  # what was registered before still is
 
 
-@pytest.mark.parametrize("version", [-1, 2**63, "7", "latest", None, 1.0, True, b"7"])
-def test_versions_that_are_none(join, version):
+NO_VERSIONS = [-1, 2**63, "7", "latest", None, 1.0, True, b"7"]
+NO_SPECS = [-1, "newest", "latest-", "latest--1", "", None, 1.5, "7"]
+NO_TIMEOUTS = [0, -1, float("nan"), "soon"]
+
+
+def test_arguments_that_are_none_are_refused_at_once(join):
+    """Versions, specs that name no version, timeouts."""
     weights, _ = join("t", 1.0)
-    with within(AT_ONCE_S), pytest.raises(tensorhub.UsageError):
-        weights.publish(version)
-    with within(AT_ONCE_S), pytest.raises(tensorhub.UsageError), weights.mutating(version=version):
-        pytest.fail("the block must not run")
+    claim = lambda version: weights.mutating(version=version).__enter__()  # noqa: E731
+    takes_spec = (weights.replicate, weights.update, weights.wait_for)
+    waits = (weights.replicate, weights.unpublish, weights.wait_for, weights.check, weights.close)
+    calls = [(call, (value,), {}) for call in (weights.publish, claim) for value in NO_VERSIONS]
+    calls += [(call, (value,), {}) for call in takes_spec for value in NO_SPECS]
+    calls += [(call, (), {"timeout": value}) for call in waits for value in NO_TIMEOUTS]
+    for call, arguments, options in calls:
+        match = "timeout" if options else None
+        with within(AT_ONCE_S), pytest.raises(tensorhub.UsageError, match=match):
+            call(*arguments, **options)
     assert weights.version is None
-
-
-@pytest.mark.parametrize("spec", [-1, "newest", "latest-", "latest--1", "", None, 1.5, "7"])
-def test_specs_that_name_no_version(join, spec):
-    weights, _ = join("t", 1.0)
-    for call in (weights.replicate, weights.update, weights.wait_for):
-        with within(AT_ONCE_S), pytest.raises(tensorhub.UsageError):
-            call(spec)
-
-
-@pytest.mark.parametrize("timeout", [0, -1, float("nan"), "soon"])
-def test_timeouts_that_are_none(join, timeout):
-    weights, _ = join("t", 1.0)
-    for call in (weights.replicate, weights.unpublish, weights.wait_for, weights.check, weights.close):
-        with within(AT_ONCE_S), pytest.raises(tensorhub.UsageError, match="timeout"):
-            call(timeout=timeout)
     assert weights.publish(1) == 1
 
 
@@ -155,56 +144,31 @@ class Number(int):
     """An int by another name."""
 
 
-class Word(str):
-    """A text by another name."""
-
-    __slots__ = ()
-
-
-class Step(enum.IntEnum):
-    NINE = 9
-
-
 class Name(str, enum.Enum):  # noqa: UP042 - of a StrEnum str() is the text itself
     MODEL = "m"
-    LATEST = "latest"
 
 
-@pytest.mark.parametrize("version", [Number(9), Step.NINE, np.int64(9)])
-def test_a_version_by_any_name(join, server, version):
-    weights, array = join("t", 1.0)
-    assert weights.publish(version) == 9
-    reader, _ = join("r")
-    assert reader.replicate(version) == 9
-    reader.pin(version)
-    reader.unpin(version)
-    assert reader.wait_for(version) == 9
-    assert weights.wait_held(version) == ("r",)
-    with weights.mutating(version=version + 1):
-        array += 1
-    assert reader.update(version + 1) == 10
-    assert tensorhub.connect(server.address).layout("m", version + 1).size_bytes == array.nbytes
-
-
-@pytest.mark.parametrize("model", [Word("m"), Name.MODEL])
-def test_names_and_places_by_any_name(server, model):
-    with tensorhub.open(
-        model,
-        replica=Word("t"),
-        shard=np.int64(0),
-        shards=Number(1),
-        site=np.str_("here"),
-        prefetch=np.str_("never"),
-        token=Word(""),
-        server=server.address,
-    ) as weights:
-        weights.register(
-            {np.str_("w"): np.ones((4, 4), np.float32)}, boxes={Word("w"): [Box(Word("g"), (4, 4), (0, 0), (4, 4))]}
-        )
-        assert weights.publish(1) == 1
-        with tensorhub.open_group(model, replica="g", shards=np.int64(1), server=server.address) as group:
-            group.register([{"w": np.zeros((4, 4), np.float32)}], boxes=[{"w": [Box("g", (4, 4), (0, 0), (4, 4))]}])
-            assert group.replicate("latest") == 1
+@pytest.mark.parametrize("version", [Number(9), np.int64(9)])
+def test_versions_names_and_places_by_any_name(server, version):
+    place = {"shard": np.int64(0), "shards": Number(1), "site": np.str_("here"), "prefetch": np.str_("never")}
+    boxes = [{"w": [Box(np.str_("g"), (4, 4), (0, 0), (4, 4))]}]
+    array = np.ones((4, 4), np.float32)
+    with (
+        tensorhub.open(Name.MODEL, replica=np.str_("t"), server=server.address, **place) as weights,
+        tensorhub.open_group(Name.MODEL, replica="g", shards=np.int64(1), server=server.address) as group,
+    ):
+        weights.register({np.str_("w"): array}, boxes=boxes[0])
+        group.register([{"w": np.zeros((4, 4), np.float32)}], boxes=boxes)
+        assert weights.publish(version) == 9
+        assert group.replicate(version) == 9
+        group.pin(version)
+        group.unpin(version)
+        assert group.wait_for(version) == 9
+        assert weights.wait_held(version) == ("g",)
+        with weights.mutating(version=version + 1):
+            array += 1
+        assert group.update(version + 1) == 10
+        assert tensorhub.connect(server.address).layout("m", version + 1).size_bytes == array.nbytes
 
 
 SECONDS = [

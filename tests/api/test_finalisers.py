@@ -99,9 +99,6 @@ def test_a_finaliser_does_not_keep_its_process(does):
     assert ("the interpreter ends" in done.stderr) == (does == "unpublish()")
 
 
-# --- what nobody references any more ----------------------------------------------------------------------------------
-
-
 class Trainer(torch.nn.Module):
     """A module that knows its own `Weights`, which has registered it."""
 

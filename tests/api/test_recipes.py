@@ -1,4 +1,4 @@
-"""The recipes of docs/layouts.md: pipeline stages, experts, quantised tensors with their scales, adapters alone."""
+"""The recipes of docs/layouts.md: pipeline stages, experts, quantised tensors with their scales."""
 
 import pytest
 import torch
@@ -15,8 +15,8 @@ def join(server):
     """`join(replica, tensors, boxes)` opens a worker of the model that has registered them."""
     opened = []
 
-    def joined(replica, tensors, boxes, *, model="m", **options):
-        weights = tensorhub.open(model, replica=replica, server=server.address, call_timeout=20, **options)
+    def joined(replica, tensors, boxes, **options):
+        weights = tensorhub.open("m", replica=replica, server=server.address, call_timeout=20, **options)
         opened.append(weights)
         weights.register(tensors, boxes=boxes)
         return weights
@@ -91,18 +91,3 @@ def test_quantised_tensors_and_their_scales_are_of_one_version_in_any_layout(joi
         assert in_threads(*(lambda w=w: w.update() for w, _ in ranks)) == [version, version]
         for _, mine in ranks:
             assert mine["w"].float().unique().tolist() == mine["w_scale"].unique().tolist() == [float(version)]
-
-
-def test_an_adapter_says_to_which_base_it_belongs(join):
-    base = join("trainer", {"w": torch.ones(HIDDEN, HIDDEN)}, None, model="base")
-    base.publish(4)
-    low = {"w.lora_A": torch.ones(4, HIDDEN), "w.lora_B": torch.zeros(HIDDEN, 4)}
-    adapter = join("trainer", low, None, model="adapter")
-    adapter.publish(9, metadata={"base": 4})
-    mine = {name: torch.full_like(tensor, 7.0) for name, tensor in low.items()}
-    engine = join("engine", mine, None, model="adapter")
-    assert engine.replicate() == 9
-    assert engine.metadata == {"base": 4}
-    own = join("engine", {"w": torch.zeros(HIDDEN, HIDDEN)}, None, model="base")
-    assert own.replicate(engine.metadata["base"]) == 4
-    assert all(torch.equal(mine[name], tensor) for name, tensor in low.items())

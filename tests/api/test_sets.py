@@ -66,9 +66,6 @@ def reader(server):
         each.close(timeout=3)
 
 
-# --- one trainer ------------------------------------------------------------------------------------------------------
-
-
 def pair(value):
     found = {"target": torch.nn.Linear(20, 10), "draft": torch.nn.ModuleDict({"head": torch.nn.Linear(4, 2)})}
     for module in found.values():
@@ -117,9 +114,6 @@ def test_modules_and_tensors_are_not_mixed(join):
     weights, _ = join("t")
     with pytest.raises(tensorhub.UsageError, match=r"'target' is a module, and 'draft\.w' is a ndarray"):
         weights.register({"target": torch.nn.Linear(2, 2), "draft": {"w": np.ones(3)}})
-
-
-# --- a trainer for each model -----------------------------------------------------------------------------------------
 
 
 def test_all_models_move_to_the_newest_number_that_each_of_them_has(trainer, reader):
