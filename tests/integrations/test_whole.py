@@ -8,8 +8,7 @@ import torch
 
 import tensorhub
 from tensorhub import Box
-from tensorhub.integrations.state_dicts import StagedPublisher
-from tensorhub.integrations.whole import Whole
+from tensorhub.integrations.whole import StagedPublisher, Whole
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ It must never: copy a tensor, or publish one whose conversion is no view. That i
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple, NoReturn
 
@@ -104,9 +104,8 @@ def _inside(part: torch.nn.Module) -> dict[str, bool]:
 
 def _saved(part: Any, copies: Any) -> dict[str, bool]:
     """Of peft's `modules_to_save`: the copy that is trained stands for the original one."""
-    active = (
-        [] if getattr(part, "disable_adapters", False) else [each for each in part.active_adapters if each in copies]
-    )
+    is_off = getattr(part, "disable_adapters", False)
+    active = [] if is_off else [each for each in part.active_adapters if each in copies]
     found = {f"modules_to_save.{name}": name in active[:1] for name in copies}
     return {**found, "modules_to_save": bool(active), "original_module": not active}
 
@@ -293,7 +292,7 @@ class _Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     joined.append((each, dim, at))
                     at += each.shape[dim]
             else:
-                inputs = [each for each in _flat(args) if isinstance(each, torch.Tensor)]
+                inputs = [each for each in torch.utils._pytree.tree_leaves(args) if isinstance(each, torch.Tensor)]
                 self._lost[_storage(found)] = ([source for each in inputs for source in self._made_of(each)], name)
         return found
 
@@ -329,10 +328,6 @@ def _storage(tensor: torch.Tensor) -> int:
     return place
 
 
-def _flat(values: Iterable[Any]) -> list[Any]:
-    return [each for value in values for each in (_flat(value) if isinstance(value, list | tuple) else [value])]
-
-
 def _refuse(target: str, sources: Sequence[str], why: str) -> NoReturn:
     of = ", ".join(map(repr, sources[:SHOWN]))
     text = f"{target!r}, as the model's file has it, cannot be published in place from {of}: {why}"
@@ -355,7 +350,7 @@ def _boxes(part: _Part, tensor: Any) -> "list[tensorhub.Box]":
         if local.numel() == tensor.numel() and local.is_contiguous():
             return [tensorhub.Box(part.target, part.shape, part.at, part.size, part.offset, part.strides)]
         _refuse(part.target, [part.source], "it is reshaped, and this rank has no contiguous whole of it")
-    starts = [part.offset // step % count for step, count in zip(_contiguous(shape), map(_one, shape), strict=True)]
+    starts = [part.offset // step % max(count, 1) for step, count in zip(_contiguous(shape), shape, strict=True)]
     counts = [part.size[dims.index(number)] if number in dims else 1 for number in range(len(shape))]
     found = []
     for box in mine:
@@ -373,10 +368,6 @@ def _boxes(part: _Part, tensor: Any) -> "list[tensorhub.Box]":
         strides = tuple(1 if dim is None else box.strides[dim] for dim in dims)
         found.append(tensorhub.Box(part.target, part.shape, at, size, offset, strides))
     return found
-
-
-def _one(count: int) -> int:
-    return max(count, 1)
 
 
 def _dimensions(part: _Part, shape: Sequence[int]) -> "list[int | None] | None":

@@ -20,9 +20,9 @@ from transformers import TrainerCallback
 import tensorhub
 
 from . import fsdp
-from .state_dicts import StagedPublisher
 from .vllm import Updater
 from .vllm import attach as attach_engine
+from .whole import StagedPublisher
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments

@@ -26,8 +26,7 @@ import tensorhub
 from tensorhub import aio
 
 from .ray import placed
-from .state_dicts import StagedPublisher
-from .whole import of_view
+from .whole import StagedPublisher, of_view
 
 Role = dict[str, list[Any]]
 OWN = ("replica", "shard", "shards", "reliable")

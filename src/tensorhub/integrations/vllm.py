@@ -65,7 +65,10 @@ def attach(
     copies of what is published. `ignore`: tensors of these names, or patterns such as "value_head.*", are left out.
     `options` are those of `tensorhub.open`, plain values.
     """
-    updater = Updater(engine_of(engine), model, replica, options, in_place=in_place, ignore=ignore)
+    driven = Server(engine) if isinstance(engine, str) else Offline(engine)
+    patterns = [ignore] if isinstance(ignore, str) else [*ignore]
+    joins = {"model": model, "replica": replica, "in_place": in_place, "ignore": patterns, "options": options}
+    updater = Updater(driven, joins)
     updater.update(timeout=timeout)
     return updater
 
@@ -73,23 +76,13 @@ def attach(
 class Updater:
     """Brings an engine to newer versions. Made by `attach`; as a context, it leaves at the end."""
 
-    def __init__(
-        self,
-        engine: "Engine",
-        model: str,
-        replica: str,
-        options: dict[str, Any],
-        *,
-        in_place: bool = False,
-        ignore: Sequence[str] = (),
-    ) -> None:
-        self.engine, self.model, self.replica = engine, model, replica
-        patterns = [ignore] if isinstance(ignore, str) else [*ignore]
-        self._joins = {"model": model, "replica": replica, "in_place": in_place, "ignore": patterns, "options": options}
+    def __init__(self, engine: "Engine", joins: dict[str, Any]) -> None:
+        self.engine, self.model, self.replica = engine, joins["model"], joins["replica"]
+        self._joins = joins
         self._is_there = False  # the ranks have joined, as far as is known
         self._loaded: int | None = None  # what the ranks have, as they said; the engine may not have gone on with it
         self.version: int | None = None  # what the engine computes with; None: nothing that may be used
-        self._view = tensorhub.connect(**of_view(options))
+        self._view = tensorhub.connect(**of_view(joins["options"]))
 
     def __enter__(self) -> "Updater":
         return self
@@ -221,11 +214,6 @@ class Engine:
     def _tell(self, what: str, wait_s: float = WAIT_S, **body: Any) -> None:
         """All ranks, by vLLM's name for it. Raises `NotDone` if one of them could not take in what to fetch."""
         raise NotImplementedError
-
-
-def engine_of(given: Any) -> Engine:
-    """A `vllm.LLM`, or the address of a server."""
-    return Server(given) if isinstance(given, str) else Offline(given)
 
 
 class Offline(Engine):

@@ -36,7 +36,6 @@ from .vllm import BACKEND, NOTHING
 from .vllm_plan import PROCESSED, Published, Taken, planned, refuse, refuse_unused
 from .whole import WAIT_S, Whole, layout_of_whole, newest_version, of_view
 
-LEAVE_IN_PLACE_S = 1.0  # for what has never held anything
 ONCE = "_already_called_process_weights_after_loading"  # vLLM's mark for layers that it must not process twice
 
 
@@ -212,7 +211,6 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return len(places) == 2 and places[0] == places[1]
 
 
-LEAVE_RELOAD_S = 1.0  # for what has never held anything
 VLLMS = "online_process_loader"  # the name of what vLLM puts in place of a `weight_loader` while it reloads
 
 
@@ -533,11 +531,8 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise
         finally:
             del wrong
-        self._way, self._joined, self._options = (
-            way,
-            said,
-            info.options,
-        )  # not before: who is refused in place may do without
+        # not before: an engine that is refused in place may do without
+        self._way, self._joined, self._options = way, said, info.options
 
     def _made(self, info: InitInfo) -> Reload | InPlace:
         parallel = self.parallel_config
@@ -586,13 +581,13 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         wrong = ""
         if asked.loaded is not None and not self._has(asked.loaded):
             wrong = f"version {asked.loaded} is not loaded"
-        if asked.kept is not None and (self._is_mixture or asked.kept != _number(self._loaded)):
+        here = NOTHING if self._loaded is None else self._loaded
+        if asked.kept is not None and (self._is_mixture or asked.kept != here):
             wrong = "the weights are not what they were"
         if asked.same and (self._is_mixture or self._loaded is None):
             wrong = "the weights are no version"
-        why = next(
-            filter(None, self._gathered(self._why)), "nothing was loaded"
-        )  # where one rank has failed none loads
+        # where one rank has failed none loads
+        why = next(filter(None, self._gathered(self._why)), "nothing was loaded")
         self._agree(tensorhub.VersionUnavailable(f"{wrong}: {why}") if wrong else None)
 
     def _agree(self, wrong: Exception | None) -> None:
@@ -681,25 +676,19 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _told(self, ask: Callable[[], int]) -> int:
         """What rank 0 finds. Where it finds nothing all raise: they wait for its word."""
-        group, found = get_world_group(), NOTHING
+        found = NOTHING
         try:
-            if group.rank_in_group == 0:
+            if get_world_group().rank_in_group == 0:
                 found = ask()
         finally:  # they wait for a word also where there is none
-            said = torch.tensor([found])
-            if group.world_size > 1:
-                torch.distributed.broadcast(said, group.ranks[0], group=group.cpu_group)
-        if int(said) == NOTHING:
+            first: int = self._gathered(found)[0]
+        if first == NOTHING:
             raise tensorhub.VersionUnavailable("rank 0 has found no version; its log says why")
-        return int(said)
+        return first
 
     def _all(self, well: bool) -> bool:
         """Whether it is so on all ranks."""
-        group = get_world_group()
-        found = torch.tensor([int(well)])
-        if group.world_size > 1:
-            torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MIN, group=group.cpu_group)
-        return bool(found)
+        return all(self._gathered(well))
 
     def shutdown(self) -> None:
         """Stop being a replica. What vLLM computes with stays, and the next fetch joins again."""
@@ -722,10 +711,6 @@ def _clear_caches(model: torch.nn.Module) -> None:
 def said(wrong: Exception) -> str:
     """What is wrong, and what to do."""
     return " - ".join([str(wrong), *filter(None, [getattr(wrong, "hint", None)])])
-
-
-def _number(version: int | None) -> int:
-    return NOTHING if version is None else version
 
 
 def _view(info: InitInfo) -> "tensorhub.View":

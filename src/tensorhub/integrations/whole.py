@@ -1,8 +1,8 @@
-"""A model in one process, in whole tensors, however its publisher has cut it."""
+"""A model in one process, in whole tensors: read however its publisher has cut it, or published tensor by tensor."""
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import inf
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     import torch
 
 
-SILENT_S = 5.0  # that it waits is said then
+WAIT_S = 300.0
+POLL_S = 0.2  # for a first version of the model
+SILENT_S = 5.0  # after it a log line says that it waits
 
 _log = logging.getLogger("vllm.tensorhub.newest")  # below vLLM's own, which writes it
 
@@ -41,11 +43,7 @@ def newest_version(view: "tensorhub.View", model: str, deadline: float) -> int:
         if now >= says_so_at:
             _log.warning("%s has no version yet: waiting for its trainer to publish one", model)
             says_so_at = inf
-        time.sleep(0.2)
-
-
-WAIT_S = 300.0
-POLL_S = 0.2  # for a first version of the model, whose tensors nobody can know before
+        time.sleep(POLL_S)
 
 
 class Whole:
@@ -154,3 +152,84 @@ def layout_of_whole(view: "tensorhub.View", model: str, deadline: float, version
         text = f"{model}@{found.version} was published without boxes: nobody knows what its tensors are parts of"
         raise tensorhub.UsageError(text, hint="publish with fsdp.attach(), or with register(..., boxes={})")
     return found
+
+
+class StagedPublisher:
+    """Publishes tensors that come one after another and do not last, as trainers give them that gather a model.
+
+    Each is copied into host memory that stays: the trainer may change its parameters while others read. That costs the
+    model's size. The tensors are those of the first `publish`; `options` are those of `tensorhub.open`.
+
+    `dtype` is what tensors of floating-point numbers are published in. All others, such as ids, stay what they are.
+    """
+
+    def __init__(self, model: str, *, replica: str, dtype: "torch.dtype | None" = None, **options: Any) -> None:
+        self._dtype = dtype
+        self._view = tensorhub.connect(**of_view(options))
+        self._model = model
+        self._weights = tensorhub.open(model, replica=replica, **options)
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._dtypes: dict[str, torch.dtype] = {}  # what they came in
+
+    @property
+    def version(self) -> int | None:
+        """The version that is published."""
+        return self._weights.version
+
+    def next_version(self) -> int:
+        """The lowest number above all that were ever taken, also before this process began."""
+        return self._view.next_version(self._model)
+
+    def publish(
+        self,
+        tensors: "Iterable[tuple[str, torch.Tensor]]",
+        metadata: Mapping[str, object] | None = None,
+        *,
+        version: int | None = None,
+    ) -> int:
+        """Copy these tensors, and let everybody read them as `version`, or as the next one. Returns the version.
+
+        All are taken, whatever happens, since the other ranks gather each of them together with this one. Raises what
+        `tensorhub.Weights.publish` raises, and `UsageError` if the tensors are not those of the first time.
+        """
+        coming = iter(tensors)
+        try:
+            number = self.next_version() if version is None else version
+            if self._tensors:
+                with self._weights.mutating(version=number, metadata=metadata):
+                    self._copy(coming)
+            else:
+                dtypes: dict[str, torch.dtype] = {}
+                made: dict[str, torch.Tensor] = {}
+                for name, tensor in coming:
+                    made[name], dtypes[name] = self._staged(tensor), tensor.dtype
+                self._weights.register(dict(sorted(made.items())), boxes={})  # the order in which others have them
+                self._tensors, self._dtypes = made, dtypes
+                self._weights.publish(number, metadata=metadata)
+            return number
+        finally:
+            for _ in coming:
+                pass
+
+    def close(self) -> None:
+        """Leave. The last version stays where others hold it."""
+        self._weights.close()
+
+    def _staged(self, tensor: "torch.Tensor") -> "torch.Tensor":
+        import torch
+
+        dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
+        made: torch.Tensor = torch.as_tensor(tensorhub.empty(tuple(tensor.shape), dtype=dtype))
+        return made.copy_(tensor.detach())
+
+    def _copy(self, coming: "Iterable[tuple[str, torch.Tensor]]") -> None:
+        missing = set(self._tensors)
+        for name, tensor in coming:
+            if name not in self._tensors or tensor.shape != self._tensors[name].shape:
+                raise tensorhub.UsageError(f"the model has another tensor {name!r} than before, {tuple(tensor.shape)}")
+            if tensor.dtype != self._dtypes[name]:  # copy_() would round it without a word
+                raise tensorhub.UsageError(f"tensor {name!r} is {tensor.dtype} now, and was {self._dtypes[name]}")
+            self._tensors[name].copy_(tensor.detach())
+            missing.discard(name)
+        if missing:
+            raise tensorhub.UsageError(f"the model has lost tensors: {sorted(missing)[:5]}")
