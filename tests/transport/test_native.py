@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorhub.protocol.errors import CorruptTransfer, SessionLost
-from tensorhub.transport.base import Export, Progress, StopFlag, Terms, Until
+from tensorhub.transport.base import Export, Progress, Terms, Until
 from tensorhub.transport.native import build, load, shapes
 
 from . import kit
@@ -142,19 +142,6 @@ def test_marks_from_many_threads_make_one_prefix_and_wake_waiters() -> None:
     with pytest.raises(IndexError):
         progress.mark(2)
     assert Progress(0).is_complete
-
-
-@needs_mover
-def test_setting_a_stop_flag_waits_for_a_thread_that_is_counting() -> None:
-    flag, is_over = StopFlag(), threading.Event()
-    flag.state.inside = 1
-    setting = threading.Thread(target=lambda: (flag.set(), is_over.set()))
-    setting.start()
-    kit.until(lambda: flag.is_set, "the flag is set")
-    assert not is_over.is_set()
-    flag.state.inside = 0
-    assert is_over.wait(DEADLINE_S)
-    setting.join()
 
 
 # -- requests and digests ----------------------------------------------------------------------------------------------

@@ -48,11 +48,11 @@ def sanitized(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 @pytest.mark.parametrize(
     "tests",
     [
-        ["test_native.py", "-k", "not build"],
         ["test_native_fuzz.py"],
-        ["test_tiles_bounds.py"],
-        ["test_tiles.py", "-k", "tcp-lending-2 or local-3 or local-mapped-3"],
-        ["test_contract.py", "-k", "tcp-lending-2 or local-3 or local-mapped-3"],
+        pytest.param(["test_native.py", "-k", "not build"], marks=pytest.mark.long),
+        pytest.param(["test_tiles_bounds.py"], marks=pytest.mark.long),
+        pytest.param(["test_tiles.py", "-k", "tcp-lending-2 or local-3 or local-mapped-3"], marks=pytest.mark.long),
+        pytest.param(["test_contract.py", "-k", "tcp-lending-2 or local-3 or local-mapped-3"], marks=pytest.mark.long),
     ],
     ids=lambda tests: tests[0],
 )

@@ -13,7 +13,6 @@ from tensorhub.transport.tcp import addresses as tcp_addresses
 from tensorhub.transport.tcp.addresses import advertised_endpoint, format_endpoint, listeners, parse_endpoint
 from tensorhub.transport.tcp.settings import TcpSettings
 from tensorhub.transport.tcp.transport import TcpTransport
-from tensorhub.transport.threads import Thread
 
 from . import kit
 from .conftest import Tcp
@@ -182,25 +181,6 @@ def test_a_late_answer_serves_the_next_read_unless_it_is_old(
     assert is_old == (len(resolver.asked) > 1), "all of them have waited for one question"
 
 
-@pytest.mark.parametrize("is_name", [True, False])
-def test_where_no_thread_may_be_started_the_read_asks_by_itself_and_for_numbers_none_is(
-    resolver: Resolver, tcp: Tcp, is_name: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begin = Thread.start
-
-    def limited(thread: Thread) -> None:
-        if thread.name == "tensorhub-find-host":
-            raise RuntimeError("can't start new thread")
-        begin(thread)
-
-    monkeypatch.setattr(Thread, "start", limited)
-    right, source = content(CHUNK), tcp()
-    source.export(full("k", right, CHUNK))
-    resolver.may_answer.set()
-    assert read_all(tcp(), by_name(source) if is_name else source.endpoint, "k", Target(right, CHUNK)) is None
-    assert resolver.asked == ["tensorhub-tcp-read-0"] * is_name
-
-
 # -- several networks --------------------------------------------------------------------------------------------------
 
 
@@ -329,23 +309,6 @@ def test_addresses_that_say_nothing_or_belong_to_another_program_are_left_out(tc
             target = Target(right, CHUNK)
             assert read_all(reader, endpoint, "k", target) is None
             assert target.buffer == right
-
-
-def test_an_address_that_is_lost_in_mid_read_costs_what_was_under_way(tcp: Tcp) -> None:
-    """The read ends with `SourceLost`, as for any stream that is lost; the next one does without that address."""
-    right, gate, reader = content(SIZE), kit.Gate(), tcp(**READER)
-    with source_behind(tcp, right, "127.0.0.1", "127.0.0.2") as wires:
-        target = Target(right, CHUNK, gates={SIZE // CHUNK // 2: gate})
-        _, ended = start_read(reader, endpoint_of(wires), "k", target)
-        assert gate.reached.wait(DEADLINE_S)
-        kit.until(lambda: wires[1].carried_bytes > 0, "both addresses carry something")
-        wires[1].cut()
-        gate.release.set()
-        error = ended.wait()
-        assert error is None or isinstance(error, SourceLost)
-        left = [chunk for chunk in range(SIZE // CHUNK) if not target.progress.has(chunk)]
-        assert len(left) < SIZE // CHUNK
-        assert read_all(reader, endpoint_of(wires), "k", Target(right, CHUNK, wanted=left)) is None
 
 
 def test_each_stream_leaves_from_its_own_network_or_else_the_first_from_anywhere(tcp: Tcp) -> None:

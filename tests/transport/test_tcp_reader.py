@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -14,10 +13,9 @@ import pytest
 from tensorhub.protocol.errors import SourceLost
 from tensorhub.transport.base import MAX_MANIFEST_BYTES, Export, Progress, Read
 from tensorhub.transport.tcp import wire as tcp_wire
-from tensorhub.transport.tcp.addresses import dial
-from tensorhub.transport.tcp.reader import Job, StreamCount, TcpRead
+from tensorhub.transport.tcp.reader import StreamCount, TcpRead
 from tensorhub.transport.tcp.settings import TcpSettings
-from tensorhub.transport.tcp.wire import HEADER, VERSION, Hello, Refusal, Vanished, Welcome
+from tensorhub.transport.tcp.wire import HEADER, VERSION, Hello, Refusal, Welcome
 from tensorhub.transport.threads import Thread
 
 from . import kit
@@ -105,22 +103,6 @@ def test_a_false_source_is_lost_and_writes_nothing_wrong(tcp: Tcp, is_native: bo
 
 
 # -- how many streams --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("no_collector")
-def test_a_dial_that_comes_too_late_holds_nothing() -> None:
-    """The last chunk is in before a further stream has connected: with busy processors that is every other read."""
-
-    def dial_late() -> "weakref.ref[Target]":
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            target = Target(content(8), 8)
-            job = Job(TcpSettings(), f"tcp://127.0.0.1:{server.getsockname()[1]}", "k", target)
-            job.finish()
-            with pytest.raises(Vanished, match="cut"):
-                dial(job, 0)
-        return weakref.ref(target)
-
-    assert dial_late()() is None
 
 
 NEAR = TcpSettings(probe_s=1.0)

@@ -288,21 +288,6 @@ def test_keepalives_come_four_times_per_silence_limit(tcp: Tcp) -> None:
         assert wire.receive_gone(length) == Refusal("gone", "it was withdrawn")
 
 
-def test_chunks_come_in_the_order_asked_for(tcp: Tcp) -> None:
-    right, source, order = content(6 * CHUNK), tcp(), [5, 2, 3, 0, 4]
-    source.export(full("k", right, CHUNK))
-    with dialled(source) as sock:
-        wire = welcomed(source, sock, hello())
-        wire.send_want(order)
-        for chunk in order:
-            assert wire.receive_header() == (tcp_wire.CHUNK, CHUNK, chunk)
-            heard = bytearray(CHUNK)
-            wire.receive_into([memoryview(heard)])
-            assert heard == right[chunk * CHUNK : (chunk + 1) * CHUNK]
-    kit.until(lambda: source.served_bytes("k") == 5 * CHUNK, "what was served is counted")
-    assert source.served_bytes("other") == 0
-
-
 # -- memory that is lent to a socket may change before its reader has it -----------------------------------------------
 
 

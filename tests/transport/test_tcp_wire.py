@@ -11,8 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tensorhub.protocol.errors import SourceLost
 from tensorhub.transport import announcing
@@ -45,28 +43,6 @@ def wires() -> Iterator[tuple[Wire, Wire]]:
     yield pair
     for wire in pair:
         wire.close()
-
-
-def cut(view: memoryview, sizes: list[int]) -> list[memoryview]:
-    parts = []
-    for size in sizes:
-        parts.append(view[:size])
-        view = view[size:]
-    return [*parts, view]
-
-
-@given(st.lists(st.integers(0, 3000), max_size=40), st.lists(st.integers(0, 3000), max_size=40))
-def test_bytes_arrive_however_they_are_cut(sent: list[int], received: list[int]) -> None:
-    total = min(sum(sent), sum(received))
-    right, buffer = content(total), bytearray(total)
-    left, other = (Wire(sock, TcpSettings()) for sock in socket.socketpair())
-    sender = threading.Thread(target=left.send, args=(cut(memoryview(right), sent),))
-    sender.start()
-    other.receive_into(cut(memoryview(buffer), received))
-    sender.join(DEADLINE_S)
-    left.close()
-    other.close()
-    assert buffer == right
 
 
 def test_what_has_come_of_a_chunk_under_way_is_seen(wires: tuple[Wire, Wire]) -> None:

@@ -19,8 +19,7 @@ from .native import load, shapes
 # --- Memory as views: made flat, handed to the kernel, advanced by what it moved.
 
 
-MAX_VIEWS = 1024  # IOV_MAX of Linux, for one call of the kernel
-IOV_MAX = MAX_VIEWS
+IOV_MAX = 1024  # of Linux, for one call of the kernel
 CALL_BYTES = 1 << 20
 Range = tuple[int, int]  # offset or address, and length in bytes
 
@@ -33,7 +32,7 @@ def flat(buffer: bytes | memoryview) -> memoryview:
 
 def one_call(pending: list[memoryview], first: int) -> list[memoryview]:
     """As many as one call takes, but no more than it is likely to move: each costs 50 ns to hand over."""
-    most = min(MAX_VIEWS, max(64, CALL_BYTES // (len(pending[first]) or 1)))
+    most = min(IOV_MAX, max(64, CALL_BYTES // (len(pending[first]) or 1)))
     return pending[first : first + most]
 
 
@@ -140,16 +139,9 @@ class Located(Protocol):
         ...
 
 
-@runtime_checkable
-class Bare(Protocol):
-    """A located stream whose blocks do nothing: its bytes may be read and written without entering one."""
-
-    is_bare: bool
-
-
 def is_bare(stream: ByteStream) -> bool:
-    """Its blocks do nothing but show memory."""
-    return isinstance(stream, Bare) and stream.is_bare
+    """Its blocks do nothing but show memory: its bytes may be read and written without entering one."""
+    return bool(getattr(stream, "is_bare", False))
 
 
 def bare_addresses(stream: ByteStream) -> Addresses | None:

@@ -34,7 +34,6 @@ MAX_ADDRESSES = 8  # of one endpoint, which a peer may have made
 _WILDCARDS = ("", "0.0.0.0", "::")
 _BACKLOG = 1024  # a full queue drops the SYN and costs its sender a second; with 16, strangers filled it within 20 ms
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
-_IFREQ = struct.Struct("16s2xH4s16x")  # struct ifreq with a sockaddr_in
 _GLOBAL, _LINK = "00", "20"  # scopes, in /proc/net/if_inet6
 
 Address = tuple[str, int]  # host and port
@@ -141,7 +140,10 @@ def _address_of_interface(name: str) -> str | None:
     if not index:
         return None
     with tolerated("it looked at a network interface"), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        return _ipv4_address_of(probe, name)
+        from fcntl import ioctl  # Linux and macOS only
+
+        answer = ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("40s", name.encode()[:15]))
+        return socket.inet_ntoa(answer[20:24])
     with tolerated("it looked at a network interface"):
         lines = list(map(str.split, Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines()))
         for scope, zone in ((_GLOBAL, ""), (_LINK, f"%{name}")):
@@ -150,13 +152,6 @@ def _address_of_interface(name: str) -> str | None:
                     return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address)) + zone
     text = f"tcp transport: no address of network interface {name} was found"
     raise UsageError(text, hint="is it up? `ip address` shows it; or name the address itself")
-
-
-def _ipv4_address_of(probe: socket.socket, name: str) -> str:
-    from fcntl import ioctl  # Linux and macOS only
-
-    answer = ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("40s", name.encode()[:15]))
-    return socket.inet_ntoa(answer[20:24])
 
 
 def _reachable(host: str) -> list[str]:

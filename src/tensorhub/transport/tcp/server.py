@@ -647,16 +647,10 @@ class TcpServer:
 
     def _serve_range(self, wire: Wire, served: Served, start: int, stop: int, keepalive_s: float) -> str | None:
         """Send chunks [start, stop), each as soon as it is there. Returns why no further one will come, or None."""
-        progress = served.export.progress
         while start < stop:
-            while not progress.wait(start, keepalive_s, served.has_ended):
-                if served.ended is not None or progress.failed is not None:
-                    break
-                wire.send_frame(tcp_wire.WAITING)
-            if served.ended is not None:
-                return served.ended
-            if not progress.has(start):
-                return progress.failed or "no further chunk will come"
+            reason = _await_chunk(wire, served, start, keepalive_s)
+            if reason is not None:
+                return reason
             start = self.send(wire, served, start, stop)
         return None
 
@@ -747,12 +741,17 @@ def _await_there(wire: Wire, served: Served, batches: Batches, batch: int, keepa
         if progress.is_complete:
             break
         for chunk in range(max(needs[2 * row], progress.prefix), needs[2 * row + 1] + 1):
-            if served.ended is not None:
-                return served.ended
-            while not progress.wait(chunk, keepalive_s, served.has_ended):
-                if served.ended is not None:
-                    return served.ended
-                if progress.failed is not None:
-                    return progress.failed
-                wire.send_frame(tcp_wire.WAITING)
+            reason = _await_chunk(wire, served, chunk, keepalive_s)
+            if reason is not None:
+                return reason
+    return served.ended
+
+
+def _await_chunk(wire: Wire, served: Served, chunk: int, keepalive_s: float) -> str | None:
+    """Until it is there; the reader hears that it is waited for. Returns why it never will be there, or None."""
+    progress = served.export.progress
+    while not progress.wait(chunk, keepalive_s, served.has_ended):
+        if served.ended is not None or progress.failed is not None:
+            return served.ended or progress.failed
+        wire.send_frame(tcp_wire.WAITING)
     return served.ended
