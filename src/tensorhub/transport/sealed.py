@@ -29,6 +29,7 @@ import weakref
 from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import cache
 
 from .native import load, shapes
@@ -121,22 +122,20 @@ class Sealed:
         """
         if size_bytes <= 0:
             raise Unmappable("memory of no bytes")
-        try:
-            descriptor = _memfd()
-        except OSError as error:
-            raise Unmappable(f"memfd_create: {os.strerror(error.errno or 0)}") from error
-        try:
-            os.ftruncate(descriptor, size_bytes)
-            mapping = Mapping(descriptor, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
-        except OSError as error:
-            os.close(descriptor)
-            raise Unmappable(f"{size_bytes} B of a memfd cannot be mapped: {os.strerror(error.errno or 0)}") from error
-        try:
-            fcntl.fcntl(descriptor, ADD_SEALS, SEALS)
-        except OSError as error:  # a kernel before 5.1
-            mapping.close()
-            os.close(descriptor)
-            raise Unmappable(f"a memfd cannot be sealed: {os.strerror(error.errno or 0)}") from error
+        with ExitStack() as undo:
+            fails = "memfd_create"
+            try:
+                descriptor = _memfd()
+                undo.callback(os.close, descriptor)
+                fails = f"{size_bytes} B of a memfd cannot be mapped"
+                os.ftruncate(descriptor, size_bytes)
+                mapping = Mapping(descriptor, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
+                undo.callback(mapping.close)
+                fails = "a memfd cannot be sealed"  # by a kernel before 5.1
+                fcntl.fcntl(descriptor, ADD_SEALS, SEALS)
+            except OSError as error:
+                raise Unmappable(f"{fails}: {os.strerror(error.errno or 0)}") from error
+            undo.pop_all()
         if size_bytes >= HUGE_BYTES:
             mapping.advise(size_bytes, HUGEPAGE)
         if not is_inherited:
@@ -250,16 +249,15 @@ class Foreign:
 
 def scratch(size_bytes: int) -> int:
     """The descriptor of new memory that every process that has it may map and write. Raises `Unmappable`."""
-    try:
-        descriptor = _memfd()
-    except OSError as error:
-        raise Unmappable(f"memfd_create: {os.strerror(error.errno or 0)}") from error
-    try:
-        os.ftruncate(descriptor, size_bytes)
-        fcntl.fcntl(descriptor, ADD_SEALS, SEAL_SEAL | SEAL_SHRINK | SEAL_GROW)
-    except OSError as error:
-        os.close(descriptor)
-        raise Unmappable(f"a memfd of {size_bytes} B: {os.strerror(error.errno or 0)}") from error
+    with ExitStack() as undo:
+        try:
+            descriptor = _memfd()
+            undo.callback(os.close, descriptor)
+            os.ftruncate(descriptor, size_bytes)
+            fcntl.fcntl(descriptor, ADD_SEALS, SEAL_SEAL | SEAL_SHRINK | SEAL_GROW)
+        except OSError as error:
+            raise Unmappable(f"a memfd of {size_bytes} B: {os.strerror(error.errno or 0)}") from error
+        undo.pop_all()
     return descriptor
 
 
