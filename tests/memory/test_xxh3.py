@@ -15,7 +15,7 @@ import xxhash
 from tensorhub.memory import landing, xxh3
 from tensorhub.memory.landing import Landing, row_table
 from tensorhub.memory.registration import Registration
-from tensorhub.memory.xxh3 import BLOCK_BYTES, LEAST_BYTES, Chunks, NoRoom, Spans, digests, digests_of
+from tensorhub.memory.xxh3 import BLOCK_BYTES, LEAST_BYTES, Chunks, NoRoom, Spans, digests
 from tensorhub.reshard.copies import COLUMNS
 from tensorhub.reshard.grid import Cutting, tiles_of
 from tensorhub.reshard.plan import Source, derive_manifest
@@ -159,20 +159,6 @@ def test_a_device_that_is_nearly_full_gets_smaller_windows(
     assert digests(Emulator(library, room_bytes=2048), source.spans, chunks) == expected(content, chunks)
     with pytest.raises(NoRoom):
         digests(Emulator(library, room_bytes=64), source.spans, chunks)
-
-
-def test_chunks_of_different_sizes_that_are_not_neighbours(
-    library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(xxh3, "WINDOW_BYTES", 20_000)  # several windows
-    rng, content = random.Random(5), np.random.default_rng(5).integers(0, 256, 60_000, np.uint8)
-    for _ in range(30):
-        sizes = [rng.choice([1, 240, 241, 4096, 5000, rng.randrange(241, 9000)]) for _ in range(rng.randrange(1, 20))]
-        starts = [rng.randrange(len(content) - size) for size in sizes]
-        source = Scattered(content, cut(rng, len(content)), rng, filled=True)
-        found = digests_of(Emulator(library), source.spans, starts, sizes)
-        wanted = [content[at : at + size].tobytes() for at, size in zip(starts, sizes, strict=True)]
-        assert found == [xxhash.xxh3_128_digest(it) if len(it) >= LEAST_BYTES else b"" for it in wanted]
 
 
 def rows_at_random(rng: random.Random) -> tuple[np.ndarray, int, int]:

@@ -19,7 +19,6 @@ from tensorhub.transport.base import Export, Progress
 from tensorhub.transport.local import memory as local_host
 from tensorhub.transport.local import memory as local_memory
 from tensorhub.transport.local.memory import (
-    Call,
     Lost,
     Process,
     format_endpoint,
@@ -89,7 +88,7 @@ def test_a_process_that_ended_is_never_asked_again(has_pidfd: bool, monkeypatch:
     child.kill()
     child.communicate()
     with pytest.raises(Lost):
-        process.read(0, 1, Addresses.of_ranges([(1, 1)]), Addresses.of_ranges([(1, 1)]), Call(child.pid))
+        process.read(0, 1, Addresses.of_ranges([(1, 1)]), Addresses.of_ranges([(1, 1)]))
     process.close()
 
 
@@ -108,7 +107,7 @@ def test_who_has_the_pid_of_a_dead_source_is_not_read(has_pidfd: bool, monkeypat
     try:
         monkeypatch.setattr(process, "_read", pytest.fail)
         with pytest.raises(Lost):
-            process.read(0, 1, Addresses.of_ranges([(1, 1)]), Addresses.of_ranges([(1, 1)]), Call(process.pid))
+            process.read(0, 1, Addresses.of_ranges([(1, 1)]), Addresses.of_ranges([(1, 1)]))
     finally:
         heir.kill()
         heir.communicate()

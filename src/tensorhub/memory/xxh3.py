@@ -110,25 +110,16 @@ def digests(device: Launcher, source: Spans, chunks: Chunks, target: Spans | Non
     It is empty for a chunk shorter than `LEAST_BYTES`. Source and target do not overlap. Returns when the bytes are in
     place. Raises `NoRoom`.
     """
-    sizes = [chunks.chunk_bytes] * chunks.count
-    sizes[-1] = chunks.stop - chunks.starts[-1]
-    return digests_of(device, source, chunks.starts, sizes, target)
-
-
-def digests_of(
-    device: Launcher, source: Spans, starts: Sequence[int], sizes: Sequence[int], target: Spans | None = None
-) -> list[bytes]:
-    """The same of chunks that lie anywhere in the stream, in any order and of any size from one byte on."""
-    assert starts, "no chunks"
+    starts, sizes = chunks.starts, [chunks.chunk_bytes] * chunks.count
+    sizes[-1] = chunks.stop - starts[-1]
     firsts = first_groups(sizes)
     windows, sums = _scratch(device, firsts)
     found = device.room(16 * len(starts))
-    chunks, constants = device.upload(chunk_table(starts, sizes, firsts)), upload_constants(device)
-    low, high = min(starts), max(map(int.__add__, starts, sizes))
-    maps = [*_map(device, source, low, high), *_map(device, target, low, high)]
+    table, constants = device.upload(chunk_table(starts, sizes, firsts)), upload_constants(device)
+    maps = [*_map(device, source, chunks), *_map(device, target, chunks)]
     jobs = array("Q")
     for index, (first, last) in enumerate(windows):
-        jobs.extend(job(maps, chunks, firsts, first, last, constants, sums[index % 2], found + 16 * first))
+        jobs.extend(job(maps, table, firsts, first, last, constants, sums[index % 2], found + 16 * first))
     jobs_at = device.upload(jobs)
     job_bytes = 8 * len(jobs) // len(windows)
     summing = "sum_only" if target is None else "sum_and_copy"
@@ -199,11 +190,11 @@ def _scratch(device: Launcher, firsts: "array[int]") -> tuple[list[tuple[int, in
     raise NoRoom
 
 
-def _map(device: Launcher, spans: Spans | None, low: int, high: int) -> tuple[int, int]:
+def _map(device: Launcher, spans: Spans | None, chunks: Chunks) -> tuple[int, int]:
     """A table of (start, address) for the kernels, and how long it is."""
     if spans is None:
         return 0, 0
-    assert spans.starts[0] <= low < high <= spans.stop, "chunks that are not there"
+    assert spans.starts[0] <= chunks.start < chunks.stop <= spans.stop, "chunks that are not there"
     table = array("Q", [0]) * (2 * len(spans.starts))
     table[::2], table[1::2] = array("Q", spans.starts), array("Q", spans.addresses)
     return device.upload(table), len(spans.starts)

@@ -14,10 +14,12 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
+from ..protocol.errors import TensorHubError, TransportMissing
+from .ranges import Batches
 from .tcp import wire as tcp_wire
 from .tcp.reader import Job, Stream
 from .tcp.server import Served, TcpServer
-from .tcp.wire import Garbled, Vanished, Welcome, Wire
+from .tcp.wire import Garbled, Refusal, Vanished, Welcome, Wire
 
 READY, MEMORY_FRAME = 16, 17
 COUNT = struct.Struct("=Q")
@@ -51,6 +53,15 @@ class AnnouncingServer(TcpServer):
                 served.sent_bytes += news
                 self._counts["sent_bytes"] += news
                 self._counts["sent_chunks"] += -(-news // served.export.chunk_bytes)
+
+
+class AnnouncedJob(Job):
+    """What the threads of one read share."""
+
+    def refused(self, refusal: Refusal) -> TensorHubError:
+        if refusal.code in ("user", "memory"):  # no fault of the source: another transport may do
+            return TransportMissing(f"{self.endpoint} cannot serve {self.key!r} this way: {refusal.message}")
+        return super().refused(refusal)
 
 
 class AnnouncedStream(Stream):
@@ -128,6 +139,49 @@ class AnnouncedStream(Stream):
             if time.monotonic() > deadline:
                 return self.job.lost("its export has ended, and it does not say why")
         return self._end
+
+
+class AnnouncedTiles(AnnouncedStream):
+    """One connection of a read of tiles of another layout. The source sends batches of short runs."""
+
+    _is_sent = False  # the batch that comes
+
+    @property
+    def sent_below_bytes(self) -> int:
+        """Batches are sent whose runs are shorter on an average. 0: all are fetched."""
+        raise NotImplementedError
+
+    @property
+    def _batches(self) -> Batches:
+        assert self.job.batches is not None, "bytes of tiles before it is known which"
+        return self.job.batches
+
+    def send_batches(self) -> None:
+        batches = self.job.batches
+        if batches is not None and self.index == 0 and (below := self.sent_below_bytes):
+            rows, firsts = batches.rows, batches.first_row
+            short = [rows.run_bytes(firsts[at], firsts[at + 1]) < below for at in range(len(batches))]
+            self.job.batches = batches.sending(short)
+        super().send_batches()
+
+    def await_chunk(self, chunk: int, size_bytes: int) -> None:
+        self._is_sent = self._batches.is_sent(chunk)
+        if self._is_sent:
+            Stream.await_chunk(self, chunk, size_bytes)
+        else:
+            super().await_chunk(chunk, size_bytes)
+
+    def receive_bytes(self, start: int, stop: int, views: Sequence[memoryview]) -> None:
+        if self._is_sent:
+            self.wire.receive_into(views)
+        else:
+            super().receive_bytes(start, stop, views)
+
+    def taken(self, size_bytes: int) -> None:
+        if self._is_sent:
+            self.note_read(size_bytes, is_last=not self.asked)
+        else:
+            super().taken(size_bytes)
 
 
 def is_readable(wire: Wire) -> bool:

@@ -49,7 +49,7 @@ from ..protocol.errors import Closed, TransportMissing, UsageError
 from .announcing import AnnouncingServer
 from .base import ByteStream, Export, OnEnd, Sink, Taking
 from .local.memory import SCHEME as LOCAL
-from .local.memory import Lost, Place, Process, Received, send_with_descriptors
+from .local.memory import Place, Received, send_with_descriptors
 from .local.transport import (
     SEAL,
     LocalJob,
@@ -59,7 +59,6 @@ from .local.transport import (
     LocalSettings,
     LocalTransport,
     ReceivingStream,
-    Remote,
     credentials_of,
 )
 from .on_device import OnDevice, Opened, RingMemory, on_device, read_tiles, target_of
@@ -609,10 +608,10 @@ class CudaRead(LocalRead):
 class CudaStream(ReceivingStream):
     """One connection, and the thread that copies what is announced on it."""
 
+    _its: CudaJob
+
     def __init__(self, job: Job, wire: Wire, index: int) -> None:
         super().__init__(job, wire, index)
-        assert isinstance(job, CudaJob)
-        self._its = job
         self._source: Opened | None = None
         self._ring: Ring | None = None
 
@@ -628,7 +627,7 @@ class CudaStream(ReceivingStream):
             if kind != SHARED or length != SEAL.size + ID_BYTES or len(received.descriptors()) != 2:
                 raise Garbled(f"a frame of kind {kind} with {length} B where SHARED was due")
             body = bytes(self.wire.receive_body(length, length))
-            self._prove(*SEAL.unpack_from(body))
+            self.prove(credentials_of(self.wire.sock)[0], Addresses.of_ranges([]), *SEAL.unpack_from(body))
             if stream is None:  # it only looks
                 self.wire.send_frame(OPEN, OPENED)
             else:
@@ -684,15 +683,6 @@ class CudaStream(ReceivingStream):
         ring, self._ring, self._source = self._ring, None, None
         if ring is not None:
             ring.close()
-
-    def _prove(self, seal_address: int, seal: bytes) -> None:
-        pid, _, _ = credentials_of(self.wire.sock)
-        try:
-            process = self._its.process = Process(pid)
-        except Lost as error:
-            raise Vanished(str(error)) from error
-        self._remote = Remote(process, Addresses.of_ranges([]), seal_address, seal, is_mapped=False)
-        self.check_seal()
 
     def mover_for(self, wanted: Sequence[int], streams: int) -> None:
         """The device moves the bytes."""

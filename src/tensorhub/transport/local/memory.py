@@ -17,7 +17,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import NoReturn
 
 from ...protocol.errors import TransportMissing
 from .. import threads
@@ -160,7 +159,6 @@ def remedy() -> str:
 
 CALL_BYTES = 32 << 20  # of one call: 2-4 ms, so that a stopped read ends soon; larger ones gain nothing
 SEAL_BYTES = 16
-_NOTHING = bytes(SEAL_BYTES)
 
 
 REFUSED = (errno.EPERM, errno.EACCES, errno.ENOSYS)
@@ -189,34 +187,6 @@ class Seal:
     def break_(self) -> None:
         """From now on nothing that is read of this export counts."""
         ctypes.memset(self.address, 0, SEAL_BYTES)
-
-
-class Call:
-    """The arguments of a call that copies one piece, made once: to make them takes longer than to copy 64 KiB.
-
-    For one thread. Every argument is a C object already, so that ctypes converts nothing.
-    """
-
-    def __init__(self, pid: int) -> None:
-        self._ours, self._theirs = (ctypes.c_uint64 * 2)(), (ctypes.c_uint64 * 2)()
-        one, flags = ctypes.c_ulong(1), ctypes.c_ulong(0)
-        self.arguments = (ctypes.c_int(pid), ctypes.byref(self._ours), one, ctypes.byref(self._theirs), one, flags)
-
-    def of(self, theirs: int, ours: int, size_bytes: int) -> tuple[object, ...]:
-        """The arguments that copy so many bytes from their address to ours."""
-        self._theirs[0], self._ours[0] = theirs, ours
-        self._theirs[1] = self._ours[1] = size_bytes
-        return self.arguments
-
-
-class Token:
-    """A seal as its reader knows it, and room to read it into. For one thread."""
-
-    def __init__(self, address: int, value: bytes) -> None:
-        self.address = address
-        self.value = value
-        self.found = ctypes.create_string_buffer(SEAL_BYTES)
-        self.found_address = ctypes.addressof(self.found)
 
 
 class Lost(Exception):
@@ -272,39 +242,27 @@ class Process:
             if _start_time(self.pid) != self._started:
                 raise Lost(f"process {self.pid} is another one now")
 
-    def read(self, start: int, stop: int, theirs: Addresses, ours: Addresses, call: Call) -> None:
-        """Bytes [start, stop) of the stream from their memory into ours. Raises `Lost`, `TransportMissing`.
-
-        `call` is this process's and this thread's own.
-        """
+    def read(self, start: int, stop: int, theirs: Addresses, ours: Addresses) -> None:
+        """Bytes [start, stop) of the stream from their memory into ours. Raises `Lost`, `TransportMissing`."""
         self.check()
         while start < stop:
             end = min(stop, start + CALL_BYTES)
-            from_, into = theirs.whole(start, end), ours.whole(start, end)
-            if from_ and into:
-                moved = self._read(*call.of(from_, into, end - start))
-            else:
-                moved = self._copy(theirs.part(start, end), ours.part(start, end))
-            if moved <= 0:
-                self._failed(moved)
-            start += moved
+            start += self._copy(theirs.part(start, end), ours.part(start, end))
 
-    def has(self, token: Token, call: Call) -> bool:
-        """Whether it has these bytes there now. Raises `Lost`, `TransportMissing`."""
-        token.found.raw = _NOTHING
-        moved = self._read(*call.of(token.address, token.found_address, SEAL_BYTES))
-        if moved <= 0:
-            self._failed(moved)
-        return moved == SEAL_BYTES and token.found.raw == token.value
+    def has(self, address: int, value: bytes) -> bool:
+        """These bytes are there now. Raises `Lost`, `TransportMissing`."""
+        found = ctypes.create_string_buffer(len(value))
+        ours = array("Q", (ctypes.addressof(found), len(value)))
+        return self._copy(array("Q", (address, len(value))), ours) == len(value) and found.raw == value
 
     def _copy(self, theirs: "array[int]", ours: "array[int]") -> int:
-        """One call of the kernel for many pieces; the number of bytes that it has moved, or -1."""
+        """One call of the kernel. Returns how many bytes it has moved."""
         vectors = []
         for pairs in (ours, theirs):
             vectors += [ctypes.c_void_p(pairs.buffer_info()[0]), ctypes.c_ulong(len(pairs) // 2)]
-        return int(self._read(ctypes.c_int(self.pid), *vectors, ctypes.c_ulong(0)))
-
-    def _failed(self, moved: int) -> NoReturn:
+        moved = int(self._read(ctypes.c_int(self.pid), *vectors, ctypes.c_ulong(0)))
+        if moved > 0:
+            return moved
         number = ctypes.get_errno()
         if moved < 0:
             check_refused(self.pid, number)
@@ -334,7 +292,7 @@ def probe_self() -> None:
     """Raises `TransportMissing` if not even this process can be read: no such call, or a filter."""
     process, seal = Process(os.getpid()), Seal()
     try:
-        if not process.has(Token(seal.address, seal.value), Call(process.pid)):
+        if not process.has(seal.address, seal.value):
             raise TransportMissing("process_vm_readv gives other bytes than there are", hint="use tcp")
     except Lost as error:
         raise TransportMissing(f"process_vm_readv does not work here: {error}", hint="use tcp") from error

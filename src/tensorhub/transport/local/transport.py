@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
-from ...protocol.errors import TensorHubError, TransportMissing, UsageError
-from ..announcing import MAX_MEMORY_BYTES, MEMORY_FRAME, AnnouncedStream, AnnouncingServer
+from ...protocol.errors import TransportMissing, UsageError
+from ..announcing import MAX_MEMORY_BYTES, MEMORY_FRAME, AnnouncedJob, AnnouncedStream, AnnouncedTiles, AnnouncingServer
 from ..base import Export, OnEnd, Sink
 from ..native import load, shapes
 from ..native.reads import LOCAL_TILE_BYTES, Mover, mover_for
-from ..ranges import Addresses, BadRow, Batches, Located, Piecewise, Placed, Rows, bare_addresses, table_of
+from ..ranges import Addresses, BadRow, Located, Piecewise, Placed, bare_addresses, table_of
 from ..sealed import Region, Sealed, Shared, Unmappable, moved_to, regions_of
 from ..tcp.addresses import wire_for
 from ..tcp.reader import Job, Stream, TcpRead, counted, opened
@@ -28,14 +28,12 @@ from .memory import (
     FROZEN,
     MAPPED,
     MAX_MAPPED_BYTES,
-    Call,
     Lost,
     Mapped,
     Place,
     Process,
     Received,
     Seal,
-    Token,
     allow_readers,
     check_refused,
     format_endpoint,
@@ -176,11 +174,8 @@ def check_listener(wire: Wire, endpoint: str) -> None:
 # from there; nothing is asked of the source's process then.
 
 
-_CANNOT = ("user", "memory")  # refusals that are no fault of the source: another transport may do
-
-
 class Remote:
-    """The source's memory, for one thread of a read."""
+    """The source's memory, for all threads of a read."""
 
     def __init__(
         self, process: Process, addresses: Addresses, seal_address: int, seal: bytes, *, is_mapped: bool
@@ -188,14 +183,9 @@ class Remote:
         """`is_mapped`: the addresses are of this process."""
         self._process = process
         self.addresses = addresses
-        self._token = Token(seal_address, seal)
-        self._call = Call(process.pid)
+        self._seal_address, self._seal = seal_address, seal
         self.is_mapped = is_mapped
-
-    def again(self) -> "Remote":
-        """The same for another thread."""
-        token = self._token
-        return Remote(self._process, self.addresses, token.address, token.value, is_mapped=self.is_mapped)
+        self.close = process.close
 
     @property
     def is_native(self) -> bool:
@@ -205,15 +195,12 @@ class Remote:
     @property
     def is_sealed(self) -> bool:
         """The export has not ended, and this is still the process that made it."""
-        return self._process.has(self._token, self._call)
+        return self._process.has(self._seal_address, self._seal)
 
-    def read(self, start: int, stop: int, ours: Addresses, theirs: Addresses | None = None) -> None:
-        """Copy what is there now, or at `theirs`; `is_sealed` tells if it counts.
-
-        Raises `TransportMissing` if it never can work.
-        """
+    def read(self, start: int, stop: int, ours: Addresses, theirs: Addresses) -> None:
+        """Copy what is there now; `is_sealed` tells if it counts. Raises `TransportMissing` if it never can work."""
         try:
-            self._process.read(start, stop, theirs or self.addresses, ours, self._call)
+            self._process.read(start, stop, theirs, ours)
         except Lost as error:
             if self.is_sealed:  # it is there and means it, and yet these pages are not for the kernel to read
                 raise unreadable(self._process.pid, str(error)) from error
@@ -224,8 +211,8 @@ class Remote:
         state.is_local, state.pid, state.pidfd = 1, self._process.pid, self._process.pidfd
         state.is_mapped = self.is_mapped
         state.theirs = table_of(self.addresses)
-        state.seal_address = self._token.address
-        state.seal[:] = self._token.value
+        state.seal_address = self._seal_address
+        state.seal[:] = self._seal
 
 
 def unreadable(pid: int, why: str) -> TransportMissing:
@@ -234,25 +221,19 @@ def unreadable(pid: int, why: str) -> TransportMissing:
     return TransportMissing(text, hint="memory of a device's driver? tcp reads it from inside")
 
 
-class LocalJob(Job):
+class LocalJob(AnnouncedJob):
     """What the threads of one read share."""
 
     def __init__(self, settings: TcpSettings, endpoint: str, key: str, sink: Sink, *, maps: bool) -> None:
         super().__init__(settings, endpoint, key, sink)
         self.maps = maps
         self.remote: Remote | None = None
-        self.process: Process | None = None
         self.mapped: Mapped | None = None
         self.placed: Placed | None = None  # of a read of tiles: where they lie at the source
 
-    def refused(self, refusal: Refusal) -> TensorHubError:
-        if refusal.code in _CANNOT:
-            return TransportMissing(f"{self.endpoint} cannot serve {self.key!r} this way: {refusal.message}")
-        return super().refused(refusal)
-
     def close(self) -> None:
-        if self.process is not None:
-            self.process.close()
+        if self.remote is not None:
+            self.remote.close()
         if self.mapped is not None:
             self.mapped.close()
 
@@ -300,7 +281,16 @@ class ReceivingStream(AnnouncedStream):
     """One connection to a source of this host: descriptors may come with a frame, and its seal can be read."""
 
     _received: Received | None = None
-    _remote: Remote | None = None  # for this thread
+
+    def __init__(self, job: Job, wire: Wire, index: int) -> None:
+        super().__init__(job, wire, index)
+        assert isinstance(job, LocalJob)
+        self._its = job
+
+    @property
+    def _remote(self) -> Remote:
+        assert self._its.remote is not None, "bytes before addresses"
+        return self._its.remote
 
     def next_with(self, received: Received) -> tuple[int, int, int]:
         """The next frame that says something. `received` then has its descriptors."""
@@ -315,10 +305,21 @@ class ReceivingStream(AnnouncedStream):
             return super().receive_header()
         return receive_header(self.wire, self._received)
 
+    def prove(self, pid: int, addresses: Addresses, seal_address: int, seal: bytes, *, is_mapped: bool = False) -> None:
+        """Look that the source's memory can be read, and that the export lasts."""
+        if pid == 0:
+            raise TransportMissing("the source's process is not of our PID namespace", hint=remedy())
+        try:
+            remote = self._its.remote = Remote(Process(pid), addresses, seal_address, seal, is_mapped=is_mapped)
+            if not remote.is_sealed:
+                raise self.why_ended()
+        except Lost as error:
+            raise Vanished(str(error)) from error
+
     def check_seal(self) -> None:
         """Raises what ended the export, if it has ended."""
         try:
-            if self._remote is not None and self._remote.is_sealed:
+            if self._remote.is_sealed:
                 return
         except Lost as error:
             raise self.why_ended() from error
@@ -330,9 +331,7 @@ class LocalStream(ReceivingStream):
 
     def __init__(self, job: Job, wire: Wire, index: int) -> None:
         super().__init__(job, wire, index)
-        assert isinstance(job, LocalJob)
-        self._its = job
-        self.can_map = job.maps
+        self.can_map = self._its.maps
 
     def receive_manifest(self) -> bytes:
         """And where the bytes are. Proves first that they can be read."""
@@ -354,7 +353,7 @@ class LocalStream(ReceivingStream):
             raise Garbled(f"malformed addresses: {error}") from error
         if addresses.stop != self.size_bytes:
             raise Garbled(f"addresses of {addresses.stop} B for content of {self.size_bytes} B")
-        self._its.remote = self._prove(addresses, *SEAL.unpack_from(body))
+        self._prove(addresses, *SEAL.unpack_from(body))
         if kept is not None:
             hand_over(self.job.sink, addresses, *kept)
         return manifest
@@ -367,39 +366,27 @@ class LocalStream(ReceivingStream):
             return None
         return mapped.keep(descriptors) if is_kept else None
 
-    def _prove(self, addresses: Addresses, seal_address: int, seal: bytes) -> Remote:
+    def _prove(self, addresses: Addresses, seal_address: int, seal: bytes) -> None:
         mapped = self._its.mapped
-        if mapped is not None:
-            try:
-                addresses = moved_to(addresses, mapped.regions)
-            except ValueError as error:
-                raise Garbled(f"{error}: what lies at these addresses was not handed over") from error
-            pid, seal_address, seal = os.getpid(), mapped.seal_address, mapped.seal
-        else:
-            pid, _, _ = credentials_of(self.wire.sock)
-        if pid == 0:
-            raise TransportMissing("the source's process is not of our PID namespace", hint=remedy())
+        if mapped is None:
+            self.prove(credentials_of(self.wire.sock)[0], addresses, seal_address, seal)
+            return
         try:
-            self._its.process = Process(pid)
-            is_mapped = mapped is not None
-            remote = Remote(self._its.process, addresses, seal_address, seal, is_mapped=is_mapped)
-            if not remote.is_sealed:
-                raise self.why_ended()
-        except Lost as error:
-            raise Vanished(str(error)) from error
-        return remote
+            addresses = moved_to(addresses, mapped.regions)
+        except ValueError as error:
+            raise Garbled(f"{error}: what lies at these addresses was not handed over") from error
+        self.prove(os.getpid(), addresses, mapped.seal_address, mapped.seal, is_mapped=True)
 
     def mover_for(self, wanted: Sequence[int], streams: int) -> Mover | None:
-        if self._its.remote is None or not self._its.remote.is_native:
+        if not self._remote.is_native:
             return None
         job = self.job
         return mover_for(job.settings, job.sink, wanted, streams, LOCAL_TILE_BYTES, job.batches)
 
     def state_for(self, mover: Mover) -> shapes.StreamState:
         """With whose memory is read, and where."""
-        state, remote = super().state_for(mover), self._its.remote
-        assert remote is not None, "bytes before addresses"
-        remote.describe(state)
+        state = super().state_for(mover)
+        self._remote.describe(state)
         return state
 
     def conclude(self, state: shapes.StreamState) -> None:
@@ -413,16 +400,13 @@ class LocalStream(ReceivingStream):
 
     def receive_bytes(self, start: int, stop: int, views: Sequence[memoryview]) -> None:
         try:
-            self._have_remote().read(start, stop, Addresses.of_views(views, start))
+            self._remote.read(start, stop, Addresses.of_views(views, start), self.places(start, stop))
         except Lost as error:
             raise self.why_ended() from error
 
-    def _have_remote(self) -> Remote:
-        """The source's memory, for this thread."""
-        if self._remote is None:
-            assert self._its.remote is not None, "bytes before addresses"
-            self._remote = self._its.remote.again()
-        return self._remote
+    def places(self, start: int, stop: int) -> Addresses:
+        """Where bytes [start, stop), and perhaps others, lie at the source."""
+        return self._remote.addresses
 
     def taken(self, size_bytes: int) -> None:
         """What was copied counts if the seal is still there."""
@@ -436,32 +420,18 @@ class LocalStream(ReceivingStream):
 SENT_BELOW_BYTES = 4096  # runs that are shorter on an average are sent
 
 
-class LocalTiles(LocalStream):
+class LocalTiles(AnnouncedTiles, LocalStream):
     """One connection of such a read."""
 
-    _is_sent = False  # the batch that comes
-
-    def send_batches(self) -> None:
-        batches, remote = self.job.batches, self._its.remote
-        if batches is not None and remote is not None and self.index == 0 and not remote.is_mapped:
-            rows, firsts = batches.rows, batches.first_row
-            short = [rows.run_bytes(firsts[at], firsts[at + 1]) < SENT_BELOW_BYTES for at in range(len(batches))]
-            self.job.batches = batches.sending(short)
-        super().send_batches()
-
     @property
-    def _batches(self) -> Batches:
-        assert self.job.batches is not None, "bytes of tiles before it is known which"
-        return self.job.batches
-
-    # -- by the mover --------------------------------------------------------------------------------------------------
+    def sent_below_bytes(self) -> int:
+        return 0 if self._remote.is_mapped else SENT_BELOW_BYTES
 
     def mover_for(self, wanted: Sequence[int], streams: int) -> Mover | None:
-        remote = self._its.remote
-        if not wanted or remote is None or load.library() is None:
+        if not wanted or load.library() is None:
             return None
         try:
-            self._its.placed = Placed(self._batches.rows, remote.addresses)
+            self._its.placed = Placed(self._batches.rows, self._remote.addresses)
         except BadRow:
             return None  # of several pieces of memory: Python goes through them
         return super().mover_for(wanted, streams)
@@ -472,43 +442,15 @@ class LocalTiles(LocalStream):
         state.theirs = placed.table
         return state
 
-    # -- by Python -----------------------------------------------------------------------------------------------------
-
-    def await_chunk(self, chunk: int, size_bytes: int) -> None:
-        self._is_sent = self._batches.is_sent(chunk)
-        if self._is_sent:
-            Stream.await_chunk(self, chunk, size_bytes)
-        else:
-            super().await_chunk(chunk, size_bytes)
-
-    def receive_bytes(self, start: int, stop: int, views: Sequence[memoryview]) -> None:
-        if self._is_sent:
-            self.wire.receive_into(views)
-            return
-        remote = self._have_remote()
-        theirs = _part(remote.addresses, self._batches.rows, start, stop)
-        try:
-            remote.read(start, stop, Addresses.of_views(views, start), theirs)
-        except Lost as error:
-            raise self.why_ended() from error
-
-    def taken(self, size_bytes: int) -> None:
-        if self._is_sent:
-            self.note_read(size_bytes, is_last=not self.asked)
-        else:
-            super().taken(size_bytes)
-
-
-def _part(memory: Addresses, rows: Rows, start: int, stop: int) -> Addresses:
-    """Where bytes [start, stop) of the batches' stream lie at the source."""
-    found: list[tuple[int, int]] = []
-    for place, length in rows.ranges(start, stop):
-        at, end = place, place + length
-        while at < end:
-            pairs = memory.part(at, end)
-            found += zip(pairs[0::2], pairs[1::2], strict=True)
-            at += sum(pairs[1::2])
-    return Addresses.of_ranges(found, start)
+    def places(self, start: int, stop: int) -> Addresses:
+        found: list[tuple[int, int]] = []
+        for place, length in self._batches.rows.ranges(start, stop):
+            at, end = place, place + length
+            while at < end:
+                pairs = self._remote.addresses.part(at, end)
+                found += zip(pairs[0::2], pairs[1::2], strict=True)
+                at += sum(pairs[1::2])
+        return Addresses.of_ranges(found, start)
 
 
 # --- The transport. It needs Linux, one user, one PID and one network namespace, and a kernel that permits the reads.

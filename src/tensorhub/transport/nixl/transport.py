@@ -21,9 +21,9 @@ import msgspec
 from ...protocol.errors import HostMemoryFull, SourceLost, TensorHubError, TransportMissing, Unavailable, UsageError
 from ...protocol.names import Undecodable, decoded
 from .. import threads
-from ..announcing import MAX_MEMORY_BYTES, MEMORY_FRAME, AnnouncedStream, AnnouncingServer
+from ..announcing import MAX_MEMORY_BYTES, MEMORY_FRAME, AnnouncedJob, AnnouncedStream, AnnouncedTiles, AnnouncingServer
 from ..base import ByteStream, Export, OnEnd, Sink, Taking
-from ..ranges import Batches, Located, Piecewise, advance, flat, one_call
+from ..ranges import Located, Piecewise, advance, flat, one_call
 from ..tcp import wire as tcp_wire
 from ..tcp.addresses import SCHEME as TCP
 from ..tcp.addresses import Address, dial
@@ -291,7 +291,7 @@ def parse_endpoint(endpoint: str) -> tuple[Address, ...]:
     return parse_tcp_endpoint(endpoint, SCHEME)
 
 
-class NixlJob(Job):
+class NixlJob(AnnouncedJob):
     """What the threads of one read share."""
 
     def __init__(
@@ -303,11 +303,6 @@ class NixlJob(Job):
         self.allow_tcp = allow_tcp
         self.lane: Lane | None = None
         self.meeting: Meeting | None = None
-
-    def refused(self, refusal: Refusal) -> TensorHubError:
-        if refusal.code == "memory":
-            return TransportMissing(f"{self.endpoint} cannot serve {self.key!r} this way: {refusal.message}")
-        return super().refused(refusal)
 
     def register(self) -> None:
         """Make the sink's memory known to NIXL, once. Before it connects, for that takes seconds."""
@@ -577,39 +572,21 @@ class Lying:
             start, index = start + size_bytes, index + 1
 
 
-class NixlTiles(NixlStream):
+class NixlTiles(AnnouncedTiles, NixlStream):
     """One connection of such a read."""
 
     _landing: Landing | None = None
     _lying: Lying | None = None
 
     @property
-    def _batches(self) -> Batches:
-        assert self.job.batches is not None, "bytes of tiles before it is known which"
-        return self.job.batches
-
-    def send_batches(self) -> None:
-        batches = self.job.batches
-        if batches is not None and self.index == 0:
-            rows, firsts = batches.rows, batches.first_row
-            short = [rows.run_bytes(firsts[at], firsts[at + 1]) < SENT_BELOW_BYTES for at in range(len(batches))]
-            self.job.batches = batches.sending(short)
-        Stream.send_batches(self)
+    def sent_below_bytes(self) -> int:
+        return SENT_BELOW_BYTES
 
     def join_in(self) -> None:
         """And have memory for what is to land here."""
         super().join_in()
         if not all(map(self._batches.is_sent, range(len(self._batches)))):
             self._ready_to_land()
-
-    def await_chunk(self, chunk: int, size_bytes: int) -> None:
-        if self._batches.is_sent(chunk):
-            Stream.await_chunk(self, chunk, size_bytes)
-        else:
-            super().await_chunk(chunk, size_bytes)
-
-    def taken(self, size_bytes: int) -> None:
-        self.note_read(size_bytes, is_last=not self.asked)
 
     def _receive_chunk(self, chunk: int) -> None:
         if self._batches.is_sent(chunk):
