@@ -100,8 +100,8 @@ def advantage(rdma: Path = _RDMA, gpus: Path = _GPUS) -> tuple[bool, str]:
             states = [state.read_text() for state in sorted((device / "ports").glob("*/state"))]
             (active if any("ACTIVE" in state for state in states) else idle).append(device.name)
     found = [f"RDMA ({', '.join(active)})"] if active else []
-    with tolerated("it looked for RDMA devices"):
-        found += ["a GPU (CUDA IPC, NVLink)"] if any(gpus.iterdir()) else []
+    if has_gpu(gpus):
+        found.append("a GPU (CUDA IPC, NVLink)")
     if found:
         return True, " and ".join(found)
     ports = f"no port of {', '.join(idle)} is active" if idle else "no RDMA device"
@@ -355,12 +355,11 @@ def load(name: str) -> Any:
     return module
 
 
-class Region:
+class Region(NamedTuple):
     """Registered memory: its places, and what NIXL calls it."""
 
-    def __init__(self, places: list[Place], lists: list[Any]) -> None:
-        self.places = places
-        self.lists = lists
+    places: list[Place]
+    lists: list[Any]
 
 
 class Agent:
@@ -446,24 +445,15 @@ class Agent:
 
     def region(self, stream: ByteStream) -> Region | None:
         """The stream's memory, registered for as long as the stream exists; None for one without addresses."""
-        return self._region(stream, lambda: places_of(stream))
-
-    def know(self, owner: object, place: Place) -> None:
-        """Register that memory for as long as its owner exists."""
-        self._region(owner, lambda: [place])
-
-    def _region(self, owner: object, find: Callable[[], list[Place] | None]) -> Region | None:
         with self._using():
-            with self._changed:
-                known = self._regions.get(owner)
-            with suppress(IndexError):
-                while True:
-                    self._deregister(self._orphans.popleft())
-            if known is not None:
-                return known
-            places = find()
-            if places is None:
-                return None
+            known = self._regions.get(stream)
+            if known is None and (places := places_of(stream)) is not None:
+                known = self.know(stream, places)
+            return known
+
+    def know(self, owner: object, places: list[Place]) -> Region:
+        """Register that memory for as long as its owner exists."""
+        with self._using():
             made = self._register(places)
             with self._changed:
                 known = self._regions.setdefault(owner, made)
@@ -474,6 +464,9 @@ class Agent:
             return known
 
     def _register(self, places: list[Place]) -> Region:
+        with suppress(IndexError):
+            while True:
+                self._deregister(self._orphans.popleft())
         lists = [
             self._nixl.nixlRegDList(self._kind(device), [(p.address, p.size_bytes, _number(p), "") for p in group])
             for device in (HOST, HOST + 1)

@@ -136,7 +136,10 @@ class NixlServer(AnnouncingServer):
         is_over = threading.Event()
 
         def register() -> None:
-            found.append(_region_or_error(agent, stream))
+            try:
+                found.append(agent.region(stream))
+            except Exception as error:  # noqa: BLE001 the top of a thread: the waiting thread raises it
+                found.append(error)
             is_over.set()
 
         thread = Thread(register, name="tensorhub-nixl-register")
@@ -152,13 +155,6 @@ class NixlServer(AnnouncingServer):
                 del region  # its traceback knows this frame
         assert region is not None, "a stream without addresses was let in"
         return region
-
-
-def _region_or_error(agent: Agent, stream: ByteStream) -> Region | Exception | None:
-    try:
-        return agent.region(stream)
-    except Exception as error:  # noqa: BLE001 the top of a thread: the waiting thread raises it
-        return error
 
 
 # --- What the threads of one read share: the source's agent, the descriptors of each chunk, and slots for seals.
@@ -256,10 +252,6 @@ class Meeting:
                 places = self.memory.as_places()
                 self._plan = Plan(self.agent, self.peer, region.places, places, sink.chunk_bytes)
             return self._plan
-
-    def plan_of(self, ours: Place, theirs: list[Place]) -> Plan:
-        """Of bytes that are fetched once, all into one place that is known. Raises `Broken`. To be closed."""
-        return Plan(self.agent, self.peer, [ours], theirs, ours.size_bytes)
 
     def close(self) -> None:
         if self._plan is not None:
@@ -452,36 +444,38 @@ class NixlStream(AnnouncedStream):
         return is_sealed, is_immediate
 
     def _receive_chunk(self, chunk: int) -> None:
-        job, sink = self.job, self.job.sink
-        start = chunk * sink.chunk_bytes
-        stop = min(start + sink.chunk_bytes, sink.stream.size_bytes)
-        self.await_chunk(chunk, stop - start)
-        try:
-            plan = self._meeting.plan(sink)
-        except Broken as error:
-            raise self._left(f"NIXL cannot read its memory: {error}", TransportMissing) from error
-        sink.touch()
+        job, sink, plan = self.job, self.job.sink, self._plan()
         if plan.is_on_host:
-            with sink.stream.writing(start, stop) as views:
-                self._fetch(plan, chunk, start, stop)
-                self._judge(chunk, stop - start, views)
-            sink.stored(chunk)
-        else:  # the bytes are on a device already
-            self._fetch(plan, chunk, start, stop)
-            if isinstance(sink, Taking):
+            super()._receive_chunk(chunk)
+            return
+        start, stop = job.span(chunk)
+        self.await_chunk(chunk, stop - start)
+        sink.touch()
+        self._fetch(plan, chunk, stop - start)  # to where it belongs
+        if isinstance(sink, Taking):
+            job.count_received(stop - start)
+            sink.take(range(chunk, chunk + 1), None)
+        else:  # what the sink looks at is a copy
+            with sink.stream.reading(start, stop) as views:
                 job.count_received(stop - start)
-                sink.take(range(chunk, chunk + 1), None)
-            else:  # what the sink looks at is a copy
-                with sink.stream.reading(start, stop) as views:
-                    self._judge(chunk, stop - start, views)
-                sink.stored(chunk)
+                sink.accept(chunk, views)
+            sink.stored(chunk)
         job.count_stored()
 
-    def _fetch(self, plan: Plan, chunk: int, start: int, stop: int) -> None:
+    def receive_bytes(self, start: int, stop: int, views: Sequence[memoryview]) -> None:
+        self._fetch(self._plan(), start // self.job.sink.chunk_bytes, stop - start)
+
+    def _plan(self) -> Plan:
+        try:
+            return self._meeting.plan(self.job.sink)
+        except Broken as error:
+            raise self._left(f"NIXL cannot read its memory: {error}", TransportMissing) from error
+
+    def _fetch(self, plan: Plan, chunk: int, size_bytes: int) -> None:
         """The bytes of a chunk, which were those of the export when they were read."""
         meeting = self._meeting
         try:
-            plan.read(chunk, stop - start, self.job.settings.silence_s)
+            plan.read(chunk, size_bytes, self.job.settings.silence_s)
         except Broken as error:
             raise self._broken(error) from error
         except Stuck as error:
@@ -489,11 +483,7 @@ class NixlStream(AnnouncedStream):
             raise self.job.lost(str(error)) from error
         if not self._look(self.job.settings.silence_s)[0]:
             raise self._left("it has taken its promise back")
-        self.note_read(stop - start, is_last=not self.asked)
-
-    def _judge(self, chunk: int, size_bytes: int, views: Sequence[memoryview]) -> None:
-        self.job.count_received(size_bytes)
-        self.job.sink.accept(chunk, views)
+        self.note_read(size_bytes, is_last=not self.asked)
 
     def _broken(self, error: Broken) -> Exception:
         """NIXL could not read. Where the source lives and says nothing, its memory cannot be read from here."""
@@ -599,7 +589,8 @@ class NixlTiles(AnnouncedTiles, NixlStream):
         sink.touch()
         with sink.stream.writing(start, stop) as views:
             landing.put(views)
-            self._judge(chunk, stop - start, views)
+            job.count_received(stop - start)
+            sink.accept(chunk, views)
         sink.stored(chunk)
         job.count_stored()
 
@@ -610,11 +601,12 @@ class NixlTiles(AnnouncedTiles, NixlStream):
             place for at, length in self._batches.rows.ranges(start, stop) for place in lying.part(at, at + length)
         ]
         try:
-            plan = self._meeting.plan_of(landing.place._replace(size_bytes=stop - start), theirs)
+            ours = landing.place._replace(size_bytes=stop - start)
+            plan = Plan(self._meeting.agent, self._meeting.peer, [ours], theirs, ours.size_bytes)  # of one chunk
         except Broken as error:
             raise self._left(f"NIXL cannot read its memory: {error}", TransportMissing) from error
         try:
-            self._fetch(plan, 0, 0, stop - start)
+            self._fetch(plan, 0, stop - start)
         finally:
             plan.close()
         return landing
@@ -627,7 +619,7 @@ class NixlTiles(AnnouncedTiles, NixlStream):
         if self._landing is None or self._lying is None:
             landing = Landing(self._batches.most_bytes)
             try:
-                self._meeting.agent.know(landing, landing.place)
+                self._meeting.agent.know(landing, [landing.place])
             except Broken as error:
                 raise TransportMissing(f"NIXL cannot register host memory here: {error}", hint=USE_TCP) from error
             self._landing, self._lying = landing, Lying(self._meeting.memory.as_places())
