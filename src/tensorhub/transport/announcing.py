@@ -81,7 +81,8 @@ class AnnouncedStream(Stream):
 
     def ask(self, chunks: Sequence[int]) -> None:
         self._told_bytes = self._read_bytes
-        self.wire.send_want(chunks, self._read_bytes)
+        with suppress(Vanished):  # what the source said last can still be read
+            self.wire.send_want(chunks, self._read_bytes)
 
     def await_chunk(self, chunk: int, size_bytes: int) -> None:
         if not self._ready:
@@ -102,16 +103,20 @@ class AnnouncedStream(Stream):
                 self._note_ready(kind, length, number, chunk)
         return bool(self._ready)
 
-    def await_some(self, chunks: range) -> int:
-        """Wait until the first of these, which are the next due, comes. Returns how many have come by now."""
-        self.await_chunk(chunks[0], 0)
+    def await_some(self, asked: Sequence[int], at: int, most: int) -> range:
+        """Wait until `asked[at]`, the next due, comes. Returns it, and what follows it and has come by now."""
+        first, count, most = asked[at], 1, min(most, len(asked) - at)
+        while count < most and asked[at + count] == first + count:
+            count += 1
+        chunks = range(first, first + count)
+        self.await_chunk(first, 0)
         count = 1
         while count < len(chunks) and self.has_ready(chunks[count]):
             self.await_chunk(chunks[count], 0)
             more = min(len(self._ready), len(chunks) - count - 1)
             self._ready = self._ready[more:]
             count += 1 + more
-        return count
+        return chunks[:count]
 
     def _note_ready(self, kind: int, length: int, first: int, chunk: int) -> None:
         if kind != READY or length != COUNT.size:
@@ -125,8 +130,7 @@ class AnnouncedStream(Stream):
         """So many bytes more have come. The source is told with the next request, or now if there may be none."""
         self._read_bytes += size_bytes
         if is_last and self._read_bytes > self._told_bytes:
-            with suppress(Vanished):  # what it said last can still be read
-                self.ask(())
+            self.ask(())
 
     def why_ended(self) -> Exception:
         """What ended the export, as the source says it within `silence_s`, or else that it is gone."""

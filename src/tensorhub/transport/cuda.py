@@ -696,8 +696,7 @@ class CudaStream(ReceivingStream):
         wanted = self.job.queue.take(1 << 62)
         for first in range(0, len(wanted), ASK_CHUNKS):
             asked = wanted[first : first + ASK_CHUNKS]
-            with contextlib.suppress(Vanished):  # what the source said last can still be read
-                self.ask(asked)
+            self.ask(asked)
             done = 0
             while done < len(asked) and not self.job.is_over:
                 done += self._take(asked, done)
@@ -705,9 +704,12 @@ class CudaStream(ReceivingStream):
     def _take(self, asked: Sequence[int], at: int) -> int:
         """Copy the chunks that follow each other from `asked[at]` on and are there. Returns how many."""
         job, sink, ring = self.job, self.job.sink, self._ring
-        first = asked[at]
-        count = self._await_window(asked, at) if ring is None else self._await_slot(asked, at, ring)
-        start, stop = job.span(first)[0], job.span(first + count - 1)[1]
+        if ring is None:
+            most = max(1, self._its.peers.settings.window_bytes // sink.chunk_bytes)
+            chunks = self.await_some(asked, at, most)
+        else:
+            chunks = self._await_slot(asked, at, ring)
+        count, start, stop = len(chunks), job.span(chunks[0])[0], job.span(chunks[-1])[1]
         sink.touch()
         assert isinstance(sink.stream, OnDevice)
         assert isinstance(sink, Taking)
@@ -719,34 +721,23 @@ class CudaStream(ReceivingStream):
         self.check_seal()
         self.note_read(stop - start, is_last=ring is not None or at + count == len(asked))
         job.count_received(stop - start, count)
-        sink.take(range(first, first + count), digests)
+        sink.take(chunks, digests)
         job.count_stored(count)
         self._rest(took_s)
         return count
 
-    def _await_window(self, asked: Sequence[int], at: int) -> int:
-        """Until the next chunk is there. Returns how many are, one after another, as far as one window goes."""
-        most = max(1, self._its.peers.settings.window_bytes // self.job.sink.chunk_bytes)
-        first, count = asked[at], 0
-        while at + count < len(asked) and count < most and asked[at + count] == first + count:
-            if count and not self.has_ready(first + count):
-                break
-            self.await_chunk(first + count, 0)
-            count += 1
-        return count
-
-    def _await_slot(self, asked: Sequence[int], at: int, ring: Ring) -> int:
-        """Until the next slot is filled. Returns with how many chunks."""
+    def _await_slot(self, asked: Sequence[int], at: int, ring: Ring) -> range:
+        """Until the next slot is filled. Returns with which chunks."""
         first = asked[at]
         self.await_chunk(first, 0)
-        count = 1 + len(self._ready)
-        if list(asked[at : at + count]) != list(range(first, first + count)):
-            raise Garbled(f"chunks {first} to {first + count - 1} fill a slot, and not all of them are due")
-        start, stop = self.job.span(first)[0], self.job.span(first + count - 1)[1]
-        if stop - start > ring.slot_bytes:
-            raise Garbled(f"{stop - start} B are announced in a slot of {ring.slot_bytes} B")
+        chunks = range(first, first + 1 + len(self._ready))
+        if list(asked[at : at + len(chunks)]) != list(chunks):
+            raise Garbled(f"chunks {first} to {chunks[-1]} fill a slot, and not all of them are due")
+        size_bytes = self.job.span(chunks[-1])[1] - self.job.span(first)[0]
+        if size_bytes > ring.slot_bytes:
+            raise Garbled(f"{size_bytes} B are announced in a slot of {ring.slot_bytes} B")
         self._ready = range(0)
-        return count
+        return chunks
 
     def _rest(self, took_s: float) -> None:
         """Leave the device to others for their share of the time."""

@@ -6,16 +6,14 @@ The memory layer implements the protocols for CUDA. Tests implement them on shar
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from ..protocol.errors import TransportMissing
 from ..protocol.manifest import DIGEST_BYTES
 from .announcing import AnnouncedStream
-from .base import ByteStream, Sink, Terms
+from .base import ByteStream, Sink
 from .ranges import Batches, Counting, Piecewise, Scatter
-from .tcp.wire import Vanished
 
 WINDOWS = 2  # of a landing that are under way at a time: the device gathers one while the host judges the other
 
@@ -166,24 +164,15 @@ def read_tiles(
 
     With `rest` one window is under way at a time, and it is called after each, with the seconds that this one took.
     """
-    job = stream.job
-    wanted = job.queue.take(1 << 62)
+    wanted = stream.job.queue.take(1 << 62)
     if not wanted:
         return
-    target, sink = target_of(job.sink), job.sink
-    assert target is not None
-    assert isinstance(sink, Counting)
-    terms = sink.terms()
-    assert terms is not None
-    assert terms.scatter is not None
-    assert job.batches is not None
-    landing = target.land(source, job.batches, terms.scatter, digests=terms.digests is not None)
+    reading = _Reading(stream, source, check_seal, rest)
     try:
-        reading = _Reading(stream, sink, landing, terms, terms.scatter, check_seal, rest)
         for first in range(0, len(wanted), ASK_BATCHES):
             reading.bring(wanted[first : first + ASK_BATCHES])
     finally:
-        landing.close()
+        reading.landing.close()
 
 
 class _Reading:
@@ -192,20 +181,24 @@ class _Reading:
     def __init__(
         self,
         stream: AnnouncedStream,
-        sink: Counting,
-        landing: Landing,
-        terms: Terms,
-        scatter: Scatter,
+        source: Opened,
         check_seal: Callable[[], None],
         rest: Callable[[float], None] | None,
     ) -> None:
+        job, sink, target = stream.job, stream.job.sink, target_of(stream.job.sink)
+        assert target is not None
+        assert isinstance(sink, Counting)
+        terms = sink.terms()
+        assert terms is not None
+        assert terms.scatter is not None
+        assert job.batches is not None
+        self.landing = target.land(source, job.batches, terms.scatter, digests=terms.digests is not None)
         self._stream = stream
         self._rest, self._most = rest, WINDOWS if rest is None else 1
         self._began = 0.0
         self._sink = sink  # to ask what a protocol is takes 30 us
-        self._landing = landing
         self._digests = terms.digests
-        self._first_tile = scatter.first_tile
+        self._first_tile = terms.scatter.first_tile
         self._check_seal = check_seal
         self._under_way: deque[range] = deque()
         self._news_bytes, self._told_at = 0, time.monotonic()
@@ -213,8 +206,7 @@ class _Reading:
     def bring(self, asked: Sequence[int]) -> None:
         """Ask for these batches, and bring them in windows of what is there."""
         stream, at = self._stream, 0
-        with suppress(Vanished):  # what the source said last can still be read
-            stream.ask(asked)
+        stream.ask(asked)
         while (at < len(asked) or self._under_way) and not stream.job.is_over:
             is_room = at < len(asked) and len(self._under_way) < self._most
             is_ready = is_room and stream.has_ready(asked[at])
@@ -227,27 +219,24 @@ class _Reading:
 
     def _begin(self, asked: Sequence[int], at: int) -> int:
         """The next window: batches that follow each other, are there and have room. Returns how many."""
-        first, count = asked[at], 1
-        most = min(self._landing.reach(first) - first, len(asked) - at)
-        while count < most and asked[at + count] == first + count:
-            count += 1
-        window = range(first, first + self._stream.await_some(range(first, first + count)))
+        most = self.landing.reach(asked[at]) - asked[at]
+        window = self._stream.await_some(asked, at, most)
         self._began = time.monotonic()
-        self._landing.gather(window)
+        self.landing.gather(window)
         self._under_way.append(window)
         return len(window)
 
     def _finish(self, *, is_last: bool) -> None:
         """Judge the earliest window, and put it in place."""
         stream, job, window = self._stream, self._stream.job, self._under_way.popleft()
-        digests = self._landing.digests()
+        digests = self.landing.digests()
         self._check_seal()
         size_bytes = job.span(window[-1])[1] - job.span(window[0])[0]
         stream.note_read(size_bytes, is_last=is_last)
         job.count_received(size_bytes, len(window))
         self._judge(window, digests)
         job.sink.touch()
-        self._landing.scatter()
+        self.landing.scatter()
         self._sink.count(window)
         self._news_bytes += size_bytes
         if is_last or time.monotonic() - self._told_at >= TELL_EVERY_S:
