@@ -365,30 +365,8 @@ def test_host_memory_is_registered_on_the_device_beside_a_capture(monkeypatch: p
     assert driver.mode == 0
 
 
-def test_chunks_on_devices_are_hashed_there_and_the_others_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    Device(monkeypatch)
-    _, pieces = pieces_on("cuda:0", "cuda:0", "cpu", "cuda:1", "cuda:1", "cuda:1", "cuda:1")
-    asked: list[tuple[int, Spans, Chunks]] = []
-
-    def hashed(index: int, spans: Spans, chunks: Chunks, **_: object) -> list[bytes]:
-        asked.append((index, spans, chunks))
-        is_last_short = (chunks.stop - chunks.start) % chunks.chunk_bytes > 0
-        return [b"%d" % index] * (chunks.count - is_last_short) + [b""] * is_last_short
-
-    monkeypatch.setattr(cuda_device, "why_not", lambda index: None)
-    monkeypatch.setattr(cuda_device, "device_digests", hashed)
-    stream = cuda.CudaStream(pieces, StagingRing(64, 8))
-    assert stream.device_digests(90) == {0: b"0", 1: b"0", 4: b"1", 5: b"1", 6: b"1"}
-    assert [(index, chunks) for index, _, chunks in asked] == [(0, Chunks(0, 180, 90)), (1, Chunks(360, 700, 90))]
-    assert list(asked[1][1].starts) == [300, 400, 500, 600]
-    assert stream.device_digests(115) == {0: b"0", 3: b"1", 4: b"1", 5: b"1"}  # the last one, of 10 B, is the host's
-    assert [stream.hashes(*part) for part in ((0, 9), (150, 250), (200, 300), (299, 301))] == [True, True, False, True]
-    monkeypatch.setattr(cuda_device, "why_not", lambda index: "no compiler")
-    assert not stream.hashes(0, 9)
-    assert stream.device_digests(90) == {}
-
-
-def test_chunks_that_are_no_neighbours_are_hashed_in_one_go_for_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_on_devices_are_hashed_there_in_one_go_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them, or some that are no neighbours. What lies on the host in part is the host's."""
     Device(monkeypatch)
     memory, pieces = pieces_on("cuda:0", "cuda:0", "cpu", "cuda:1", "cuda:1", "cuda:1", "cuda:1")
     whole = b"".join(bytes(tensor.numpy()) for tensor in memory)
@@ -399,18 +377,31 @@ def test_chunks_that_are_no_neighbours_are_hashed_in_one_go_for_each_device(monk
         ends = [*spans.starts[1:], spans.stop]
         runs = zip(spans.starts, spans.addresses, ends, strict=True)
         data = b"".join(ctypes.string_at(address, end - start) for start, address, end in runs)
-        assert (spans.starts[0], len(data)) == (chunks.start, chunks.stop)
-        step = chunks.chunk_bytes
-        return [xxhash.xxh3_128_digest(data[at : at + step]) for at in range(chunks.start, chunks.stop, step)]
+        cuts = [(at - spans.starts[0], min(at + chunks.chunk_bytes, chunks.stop)) for at in chunks.starts]
+        parts = [data[at : end - spans.starts[0]] for at, end in cuts]
+        return [xxhash.xxh3_128_digest(part) if len(part) > 10 else b"" for part in parts]
 
     monkeypatch.setattr(cuda_device, "why_not", lambda index: None)
     monkeypatch.setattr(cuda_device, "device_digests", hashed)
     stream = cuda.CudaStream(pieces, StagingRing(64, 8))
-    for chunk_bytes, wanted in ((90, [7, 6, 1, 4]), (30, [22, 0, 5, 2, 11, 23]), (700, []), (299, [2])):
-        right = {it: xxhash.xxh3_128_digest(whole[it * chunk_bytes : (it + 1) * chunk_bytes]) for it in wanted}
+
+    def check(chunk_bytes: int, wanted: list[int] | None, found: list[int], asked: list[int]) -> None:
+        right = {it: xxhash.xxh3_128_digest(whole[it * chunk_bytes : (it + 1) * chunk_bytes]) for it in found}
         assert stream.device_digests(chunk_bytes, wanted) == right
-    assert calls == [0, 1, 0, 1, 1]
-    assert stream.device_digests(90, [2, 3]) == {}, "they lie on the host in part"
+        assert calls == asked
+        calls.clear()
+
+    check(90, None, [0, 1, 4, 5, 6, 7], [0, 1])
+    check(115, None, [0, 3, 4, 5], [0, 1])  # the last one is too short
+    check(90, [7, 6, 1, 4], [7, 6, 1, 4], [0, 1])
+    check(30, [22, 0, 5, 2, 11, 23], [22, 0, 5, 2, 11], [0, 1])
+    check(700, [], [], [])
+    check(299, [2], [2], [1])
+    check(90, [2, 3], [], [])
+    assert [stream.hashes(*part) for part in ((0, 9), (150, 250), (200, 300), (299, 301))] == [True, True, False, True]
+    monkeypatch.setattr(cuda_device, "why_not", lambda index: "no compiler")
+    assert not stream.hashes(0, 9)
+    check(90, None, [], [])
 
 
 def test_memory_is_shared_opened_and_closed_on_a_stream_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:

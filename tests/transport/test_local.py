@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from tensorhub.protocol.errors import Refused, SourceLost, TransportMissing, Unavailable
 from tensorhub.transport.base import Export, Progress
-from tensorhub.transport.local import memory as local_host
 from tensorhub.transport.local import memory as local_memory
 from tensorhub.transport.local.memory import (
     Lost,
@@ -79,38 +78,27 @@ def test_addresses_that_are_none(data: bytes, why: str) -> None:
 
 @pytest.mark.parametrize("has_pidfd", [True, False])
 def test_a_process_that_ended_is_never_asked_again(has_pidfd: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not has_pidfd:
-        monkeypatch.setattr(os, "pidfd_open", _unknown_call)
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    process = Process(child.pid)
-    process.check()
-    monkeypatch.setattr(process, "_read", pytest.fail)
-    child.kill()
-    child.communicate()
-    with pytest.raises(Lost):
-        process.read(0, 1, Addresses.of_ranges([(1, 1)]), Addresses.of_ranges([(1, 1)]))
-    process.close()
-
-
-@pytest.mark.parametrize("has_pidfd", [True, False])
-def test_who_has_the_pid_of_a_dead_source_is_not_read(has_pidfd: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a real PID that is given to another process: the kernel is told which one to give out next."""
+    """Nor is the process that gets its PID: the kernel is told which one to give out next."""
     if not has_pidfd:
         monkeypatch.setattr(os, "pidfd_open", _unknown_call)
     dead = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    process = Process(dead.pid)
+    process, byte = Process(dead.pid), Addresses.of_ranges([(1, 1)])
     process.check()
     began = local_memory._start_time(dead.pid)
+    monkeypatch.setattr(process, "_read", pytest.fail)
     dead.kill()
     dead.communicate()
-    heir = _process_with(dead.pid, began)
     try:
-        monkeypatch.setattr(process, "_read", pytest.fail)
         with pytest.raises(Lost):
-            process.read(0, 1, Addresses.of_ranges([(1, 1)]), Addresses.of_ranges([(1, 1)]))
+            process.read(0, 1, byte, byte)
+        heir = _process_with(dead.pid, began)
+        try:
+            with pytest.raises(Lost):
+                process.read(0, 1, byte, byte)
+        finally:
+            heir.kill()
+            heir.communicate()
     finally:
-        heir.kill()
-        heir.communicate()
         process.close()
 
 
@@ -180,11 +168,11 @@ def test_who_cannot_be_read_is_known_before_anybody_tries(local: Local, there: d
 
 
 def test_a_host_without_proc_has_no_local_transport(monkeypatch: pytest.MonkeyPatch) -> None:
-    local_host._here.cache_clear()
-    monkeypatch.setattr(local_host, "_namespace", _unknown_call)
+    local_memory._here.cache_clear()
+    monkeypatch.setattr(local_memory, "_namespace", _unknown_call)
     with pytest.raises(TransportMissing, match="/proc"):
         LocalTransport()
-    local_host._here.cache_clear()
+    local_memory._here.cache_clear()
 
 
 # -- where it cannot work ----------------------------------------------------------------------------------------------
@@ -222,8 +210,8 @@ def test_a_kernel_that_refuses_is_found_out_before_anything_is_begun(
 def test_the_remedy_fits_the_host(scope: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     yama = tmp_path / "ptrace_scope"
     yama.write_text(scope)
-    monkeypatch.setattr(local_host, "YAMA", str(yama))
-    assert hint in local_host.remedy()
+    monkeypatch.setattr(local_memory, "YAMA", str(yama))
+    assert hint in local_memory.remedy()
 
 
 def test_memory_that_has_no_addresses_is_not_served_but_the_reason_is(local: Local) -> None:
@@ -335,7 +323,7 @@ print(listener.accept()[0].recv(1000))
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @pytest.mark.processes
 def test_who_has_taken_the_name_of_a_dead_source_is_told_no_token(local: Local) -> None:
-    name = local_host.new_name()
+    name = local_memory.new_name()
     squatter = subprocess.Popen([sys.executable, "-c", SQUATTER, name], stdout=subprocess.PIPE, text=True)
     assert squatter.stdout is not None
     assert squatter.stdout.readline() == "listens\n"

@@ -50,11 +50,8 @@ def way_of(local: Local, **reader: object) -> str:
     return read.path.partition(",")[0]
 
 
-def test_what_can_be_mapped_is(local: Local) -> None:
+def test_what_can_be_mapped_is_unless_the_reader_would_not(local: Local) -> None:
     assert way_of(local) == "mapped"
-
-
-def test_a_reader_may_leave_it(local: Local) -> None:
     assert way_of(local, maps=False) == "process_vm_readv"
 
 

@@ -25,9 +25,7 @@ from tensorhub.transport.nixl.agent import (
     Region,
     advantage,
     cut,
-    device_code,
     lane,
-    places_of,
     why_tcp,
 )
 from tensorhub.transport.nixl.transport import NixlSettings, NixlTransport, parse_endpoint
@@ -147,48 +145,28 @@ def test_both_ends_are_cut_alike(seed: int) -> None:
     chance = random.Random(seed)
     size = chance.randrange(1, 5 * DESCRIPTOR_BYTES)
     chunk_bytes = chance.choice([1000, 65536, DESCRIPTOR_BYTES, 3 * DESCRIPTOR_BYTES])
-
-    def side() -> list[Place]:
-        places, at, left = [], chance.randrange(1 << 40), size
+    sides: list[list[Place]] = [[], []]
+    for places in sides:
+        at, left = chance.randrange(1 << 40), size
         while left:
             length = min(left, chance.randrange(1, size + 1))
             places.append(Place(chance.randrange(3), at, length))
-            at, left = at + length + chance.randrange(100), left - length
-        return places
-
-    def flat(places: list[Place]) -> list[tuple[int, int]]:
-        return [(place.device, place.address) for place in places]
-
-    ours, theirs, at = side(), side(), 0
-    for chunk, our, their in cut(ours, theirs, chunk_bytes):
-        assert our.size_bytes == their.size_bytes <= DESCRIPTOR_BYTES
-        assert chunk == at // chunk_bytes == (at + our.size_bytes - 1) // chunk_bytes
-        for place, places in ((our, ours), (their, theirs)):
-            begin = at
-            for one in places:
-                if begin < one.size_bytes:
-                    assert (place.device, place.address) == (one.device, one.address + begin)
-                    assert begin + place.size_bytes <= one.size_bytes
-                    break
-                begin -= one.size_bytes
-        at += our.size_bytes
-    assert at == size
-    assert len(flat(ours)) > 0
-
-
-def test_places_on_devices() -> None:
-    class OnDevices(kit.Pieces):
-        def places(self, start: int, stop: int) -> list[tuple[str, int, int]]:
-            return [("cuda:0", 1000, 10), ("cuda:0", 1010, 10), ("cpu", 50, 5), ("cpu", 55, 5), ("cuda:3", 7, 1)]
-
-    assert places_of(OnDevices(bytearray(31))) == [
-        Place(1, 1000, 10),
-        Place(1, 1010, 10),
-        Place(0, 50, 10),
-        Place(4, 7, 1),
-    ]
-    with pytest.raises(ValueError, match="'xpu:0'"):
-        device_code("xpu:0")
+            at, left = at + length + chance.randrange(1, 100), left - length  # no two touch
+    done = 0
+    joined: list[list[Place]] = [[], []]
+    for chunk, *pair in cut(*sides, chunk_bytes):
+        size_bytes = pair[0].size_bytes
+        assert size_bytes == pair[1].size_bytes <= DESCRIPTOR_BYTES
+        assert chunk == done // chunk_bytes == (done + size_bytes - 1) // chunk_bytes
+        done += size_bytes
+        for place, found in zip(pair, joined, strict=True):
+            last = found[-1] if found else Place(0, 0, 0)
+            if (last.device, last.address + last.size_bytes) == (place.device, place.address):
+                found[-1] = Place(place.device, last.address, last.size_bytes + place.size_bytes)
+            else:
+                found.append(place)
+    assert joined == sides
+    assert done == size
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://a:1", "nixl://", "nixl://a", "nixl", "", "nixl://a:99999"])

@@ -136,10 +136,7 @@ class NixlServer(AnnouncingServer):
         is_over = threading.Event()
 
         def register() -> None:
-            try:
-                found.append(agent.region(stream))
-            except Exception as error:  # noqa: BLE001 the top of a thread: the waiting thread raises it
-                found.append(error)
+            found.append(_region_or_error(agent, stream))
             is_over.set()
 
         thread = Thread(register, name="tensorhub-nixl-register")
@@ -155,6 +152,13 @@ class NixlServer(AnnouncingServer):
                 del region  # its traceback knows this frame
         assert region is not None, "a stream without addresses was let in"
         return region
+
+
+def _region_or_error(agent: Agent, stream: ByteStream) -> Region | Exception | None:
+    try:
+        return agent.region(stream)
+    except Exception as error:  # noqa: BLE001 the top of a thread: the waiting thread raises it
+        return error
 
 
 # --- What the threads of one read share: the source's agent, the descriptors of each chunk, and slots for seals.
