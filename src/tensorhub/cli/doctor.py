@@ -183,11 +183,7 @@ def check_device(*, size_bytes: int = SIZE_BYTES, deadline_s: float = DEADLINE_S
     """Copy and hash on the first GPU. A check says why that cannot be; none where no GPU is here, as `GPU` says."""
     if not _devices():
         return [], []
-    try:
-        with _Child("device", str(size_bytes)) as child:
-            found = child.answer(deadline_s)
-    except OSError as error:
-        found = {"error": f"no process can be started for it: {error}"}
+    found = _asked("device", str(size_bytes), deadline_s=deadline_s)
     if "ways" in found:
         return [], _ways(found)
     return [Check("GPU ways", "note", f"nothing was measured on the device: {found.get('error')}")], []
@@ -219,12 +215,9 @@ def check_server(address: str, token: str = "", *, named_by: str = "", deadline_
     origin = f" (the address is from {named_by})" if named_by else ""
     try:
         address = parse_address(address, "server")
-        with _Child("server", address, environ=shown) as asking:
-            found = asking.answer(deadline_s)
-    except OSError as error:
-        found = {"error": f"no process can be started to ask it from: {error}"}
     except UsageError as error:
         return Check("reference server", "bad", f"{error}{origin}", error.hint or "")
+    found = _asked("server", address, deadline_s=deadline_s, environ=shown)
     if "protocol" not in found:
         remedy = str(found.get("hint") or "start one with `tensorhub serve`")
         why = str(found.get("error") or f"{address} gave no answer")
@@ -247,6 +240,15 @@ def examine(server: str | None, token: str = "", *, named_by: str = "", size_byt
     device, its = check_device(size_bytes=size_bytes)
     checks.sort(key=lambda check: [*named, *PREFERENCE].index(check.name))
     return Findings(checks, machine + device, ways + its)
+
+
+def _asked(*command: str, deadline_s: float, environ: Mapping[str, str] | None = None) -> Mapping[str, object]:
+    """What a child process answers."""
+    try:
+        with _Child(*command, environ=environ) as child:
+            return child.answer(deadline_s)
+    except OSError as error:
+        return {"error": f"no process can be started for it: {error}"}
 
 
 class _Child:

@@ -102,7 +102,7 @@ def fill_the_first_three() -> None:
 
 
 def lead_nowhere(descriptor: int | None) -> None:
-    """What is written there from now on is gone, and nobody waits for it. None: there is nothing to do."""
+    """What is written there from now on is dropped. None: nothing to do."""
     if descriptor is not None:
         with suppress(OSError), open(os.devnull, "wb") as nothing:
             os.dup2(nothing.fileno(), descriptor)
@@ -179,7 +179,7 @@ class ErrorsAreLines(typer.Typer):
             text = f"error: {error}"
             lead_nowhere(descriptor_of(stdout))  # at its end Python would fail to write there once more
         finally:
-            if sys.stdout is ours:  # and not what typer puts there once nobody reads any more
+            if sys.stdout is ours:  # and not what typer puts there once its reader has gone
                 sys.stdout = stdout
         with suppress(OSError):  # stderr may lie where stdout does
             typer.echo(text, err=True)
@@ -218,7 +218,7 @@ class _Output:
 def _named() -> Iterator[None]:
     try:
         yield
-    except BrokenPipeError:  # who reads has enough: typer and rich end the command without a word
+    except BrokenPipeError:  # the reader has enough: typer and rich end the command without a word
         raise
     except OSError as error:
         raise OutputFailed(f"cannot write to standard output: {error.strerror or error}") from error
@@ -291,14 +291,14 @@ class WaitingLog(logging.Handler):
         if was_over:
             return
         self._thread.join(END_S)
-        if self._thread.is_alive():  # it hangs in a write; so would whoever writes there next, a traceback for one
+        if self._thread.is_alive():  # it hangs in a write: so would a traceback
             lead_nowhere(self._descriptor)
         super().close()
 
     def _encoded(self, record: logging.LogRecord) -> bytes:
         try:
             text = self.format(record)
-        except Exception as error:  # noqa: BLE001 - a line that cannot be made must not end who wanted to log it
+        except Exception as error:  # noqa: BLE001 - a line that cannot be made ends no caller
             text = f"a line of this log could not be made ({error!r}): {record.msg!r:.200}"
         return f"{plain_text(text)}\n".encode(errors="backslashreplace")
 
@@ -340,12 +340,12 @@ class WaitingLog(logging.Handler):
 
 
 def _write_all(descriptor: int, data: bytes) -> bool:
-    """Whether all of it was taken. Waits as long as nobody reads."""
+    """Whether all of it was taken. Waits while stderr is not read."""
     view = memoryview(data)
     while view:
         try:
             view = view[os.write(descriptor, view) :]
-        except BlockingIOError:  # whoever shares it has made it so
+        except BlockingIOError:  # another process that shares it has made it so
             select.select((), (descriptor,), (), 1.0)
         except OSError:
             return False

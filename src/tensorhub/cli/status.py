@@ -26,7 +26,7 @@ from .output import count_text, plain_text, shards_text, shown, size_text, some_
 
 @dataclass(frozen=True)
 class Row:
-    """Shards of one replica that are in the same state. `worker` is None for shards that nobody is."""
+    """Shards of one replica that are in the same state. `worker` is None for shards that are missing."""
 
     shards: tuple[int, ...]
     worker: WorkerView | None

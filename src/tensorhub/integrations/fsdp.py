@@ -16,9 +16,8 @@ Rules:
    shards back.
 3. All ranks begin a step together and end it together. A rank that raises, or is gone, makes it a failure on all of
    them: nothing is published, the tensors stay unpublished, and the number is free again.
-4. Where somebody holds a version of the model, the module is filled with the newest one: a trainer that was started
-   again, also with another number of ranks, goes on where its rollouts are. Optimizers have a state of their own, which
-   this does not bring back.
+4. Where another replica holds a version of the model, the module is filled with the newest one: a trainer that starts
+   again, also with another number of ranks, goes on where its rollouts are. The state of optimizers is not part of it.
 
 It must never: gather a parameter, or wait for a rank that has raised.
 """
@@ -69,7 +68,7 @@ def attach(
 ) -> "Publisher":
     """Register this rank's part of the module, and publish what it holds now, as `version` or the next free number.
 
-    Where somebody else holds a version of the model, the module is filled with the newest of those instead, unless
+    Where another replica holds a version of the model, the module is filled with the newest of those instead, unless
     `fill=False`. `Publisher.version` says which it is. `dtype` is what is published ("bfloat16"), where the optimizer
     works on another; `boxes` are those of `register`, of plain tensors that are parts. Names are those of the model's
     checkpoint (see `checkpoint_names`). `leave_out`, as of `register`, and `rename`, a mapping or a function, go by the
@@ -78,7 +77,7 @@ def attach(
     `GroupIncomplete` where another rank did.
     """
     ranks = Ranks(WAIT_S + SLACK_S)
-    with ExitStack() as stack:  # who leaves for an error keeps no sibling waiting
+    with ExitStack() as stack:  # a rank that leaves for an error keeps no sibling waiting
         stack.callback(ranks.leave, "this rank has left the others: attach() failed")
         with ranks.agreeing("attach() failed"):
             timeout = options.get("timeout")
@@ -116,7 +115,7 @@ def attach(
                     weights.publish(number)
                 if publishes:
                     publisher.weights = weights
-                else:  # it serves nobody: nobody would ask before this rank's next step
+                else:  # no reader would ask it before this rank's next step
                     weights.close()
         stack.pop_all()
     publisher.version, publisher.next_version = number, max(after, number + 1)
@@ -130,9 +129,9 @@ def _outline(tensors: Mapping[str, Any]) -> int:
 
 
 def _held_by_others(versions: Sequence[Any], replica: str) -> int:
-    """The newest version that somebody else holds, -1 for none. A former self that was killed may still be believed.
+    """The newest version that another replica holds, -1 for none. A former self that was killed may still be believed.
 
-    Who left tensors out on purpose (`partial=True`) holds a version too, which is lost where nobody has all of it.
+    A replica that left tensors out on purpose (`partial=True`) holds a version too, which is lost where none has all.
     """
     found = (each.version for each in versions if set(each.holders) - {replica} and not each.is_lost)
     return max(found, default=-1)
@@ -197,7 +196,7 @@ class Publisher:
                 self._check_same()
                 self.names.check_merged()
                 check_metadata(metadata)
-            with self._ranks.agreeing(f"step({version}) was not published by all ranks"):  # who holds a copy asks too
+            with self._ranks.agreeing(f"step({version}) was not published by all ranks"):  # ranks with copies ask too
                 stack.close()
         self.version, self.next_version = version, version + 1
 
@@ -256,7 +255,7 @@ class Ranks:
         self.wait_s = wait_s
         self.rank, self.count = 0, 1
         self._group: ProcessGroup | None = None
-        self._last: Any = None  # a vote that nobody may wait for, and its tensor
+        self._last: Any = None  # a vote for which no rank may wait, and its tensor
         self._gone = ""  # once a rank was, no vote can be held any more
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self.rank, self.count = dist.get_rank(), dist.get_world_size()
@@ -284,7 +283,7 @@ class Ranks:
             raise tensorhub.GroupIncomplete(f"{what}: another rank raised", hint="see what it said, then retry on all")
 
     def _vote(self, *, well: bool) -> bool:
-        """Whether it went well everywhere. Who has failed says so, and does not wait."""
+        """Whether it went well everywhere. A rank that has failed says so, and does not wait."""
         import torch
 
         if self._group is None:
@@ -321,10 +320,10 @@ class Ranks:
         return voting
 
     def leave(self, why: str = CLOSED) -> None:
-        """Let go of the group, in which no vote can be held any more. Whoever votes hears that this rank has left.
+        """Let go of the group, in which no vote can be held any more. A rank that votes hears that this one has left.
 
-        It is taken down when all have heard the votes of this rank. That is not waited for long: the next who makes or
-        leaves a group does the rest.
+        The group is taken down when all have heard the votes of this rank. That is not waited for long: the next call
+        that makes or leaves a group does the rest.
         """
         import torch
 
@@ -360,7 +359,7 @@ class Ranks:
         coordinate = mesh.get_coordinate()
         if coordinate is None:
             self._refuse(f"rank {self.rank} is not in the mesh of the module")
-        if mesh.size() != self.count:  # such as mesh["tp"]: what ranks outside of it hold, copies or parts, nobody says
+        if mesh.size() != self.count:  # such as mesh["tp"]: ranks outside of it may hold copies or parts
             self._refuse(f"the module's DTensors are on a mesh of {mesh.size()} ranks, and the job has {self.count}")
         here, count, copy = 0, 1, 0
         alike: list[Any] = []  # where in the mesh are those that hold the same
@@ -390,7 +389,7 @@ def _ranks_along(cut: Any) -> set[int]:
 
 
 def _let_go() -> None:
-    """Take down those groups in which nobody waits for a vote of this rank. One that is in use would make it wait."""
+    """Take down those groups in which no rank waits for a vote of this one. One that is in use would make it wait."""
     import torch.distributed as dist
 
     for each in list(_left):

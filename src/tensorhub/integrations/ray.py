@@ -3,8 +3,8 @@
     start_server()                                      # once, in the driver: returns the address
     weights = open_in_actor("policy", reliable=False)   # in any actor: server, host and replica come from Ray
 
-1. The server runs on the node of whoever started it, and stays there: Ray starts it again after a crash, at the same
-   address, and it learns from the workers what they hold. It lasts as long as the driver, unless `detached`.
+1. The server runs on the node of the process that started it, and stays there. After a crash Ray starts it again at the
+   same address, and it learns from the workers what they hold. It lasts as long as the driver, unless `detached`.
 2. `host` is the address of the actor's node, on which peers of other nodes reach it.
 3. A replica's name is that of the actor with something new after it, for an actor that Ray has started again is another
    process: the name of the one that was killed is taken until its lease ends.
@@ -25,7 +25,7 @@ import tensorhub
 SERVER = "tensorhub-server"  # the actor's name
 START_S = 60.0
 
-_kept: dict[str, Any] = {}  # by name: an actor that is not detached ends with the handle of whoever has started it
+_kept: dict[str, Any] = {}  # by name: an actor that is not detached ends with its starter's handle
 
 
 class ReferenceServer:
@@ -40,7 +40,7 @@ class ReferenceServer:
         return self._server.address
 
     def token(self) -> str:
-        """What its workers show. Whoever may call an actor of this cluster may have it."""
+        """What its workers show. Each caller of this cluster's actors may have it."""
         return self._server.token
 
 

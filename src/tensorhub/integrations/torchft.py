@@ -7,8 +7,8 @@
 3. Each transport is a model of its own, since two sources may hold different states for one step (random numbers, data
    loaders). Its versions are steps and, for a step that is sent again after a failed commit, tries of that step.
 
-It must never: let a state be changed while somebody reads it. `disallow_checkpoint`, which torchft calls before it
-applies a step, returns when nobody does. What changes before that (the running mean of a BatchNorm) makes a reader's
+It must never: let a state be changed while a replica reads it. `disallow_checkpoint`, which torchft calls before it
+applies a step, returns when none does. What changes before that (the running mean of a BatchNorm) makes a reader's
 call fail, and never its state wrong. Such models need `copies=True`.
 """
 
@@ -51,14 +51,14 @@ class TensorHubTransport(CheckpointTransport[Any]):
         self._from_where = {name: value for name, value in where.items() if name in LOADS}
         self._weights = tensorhub.open(self._model, replica="source", reliable=False, **where)  # nothing is kept
         self._sent = -1
-        self._is_out = False  # somebody may read the state
+        self._is_out = False  # True while a replica may read the state
 
     def metadata(self) -> str:
         """By what the others find this source: the name of its model."""
         return self._model
 
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta) -> None:
-        """Publish the state until `disallow_checkpoint`, for whoever asks."""
+        """Publish the state until `disallow_checkpoint`, for every reader."""
         deadline = time.monotonic() + timeout.total_seconds()
         self._withdraw(timeout.total_seconds())
         tensors, tree = pack(state_dict)
@@ -83,7 +83,7 @@ class TensorHubTransport(CheckpointTransport[Any]):
             self._is_out = False
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
-        """The state of that step, in memory of its own, from its source and from those who read it at the same time."""
+        """The state of that step, in memory of its own, from its source and from other replicas that read it."""
         deadline = time.monotonic() + timeout.total_seconds()
         try:
             return self._receive(metadata, step, deadline)

@@ -123,7 +123,7 @@ class PublishingCallback(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **known: Any
     ) -> None:
-        """Nobody reads the parameters when this returns."""
+        """No reader reads the parameters when this returns."""
         assert self.publisher is not None
         self._step.enter_context(self.publisher.step(metadata={"step": state.global_step + 1}))
 
@@ -136,7 +136,7 @@ class PublishingCallback(TrainerCallback):
     def on_train_end(
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **known: Any
     ) -> None:
-        """Leave. The last version stays where somebody holds it."""
+        """Leave. The last version stays where rollouts hold it."""
         self._end()
 
     def _end(self) -> None:

@@ -1,4 +1,4 @@
-"""vLLM takes its weights from TensorHub: the weight-transfer backend "tensorhub", and who drives it.
+"""vLLM takes its weights from TensorHub: the weight-transfer backend "tensorhub", and its driver.
 
     llm = vllm.LLM(path, load_format="dummy", weight_transfer_config={"backend": "tensorhub"})
     weights = tensorhub.integrations.vllm.attach(llm, "policy", replica="rollout-0")  # returns with a version in
@@ -17,7 +17,7 @@ Rules:
    computes with. While ranks fetch, vLLM goes on; only the loading pauses it. In place, to load is to read.
 4. No rank raises in an update, since vLLM would then mistake what the other ranks answer for answers to the next call:
    whether all of them have loaded a version they are asked afterwards. The reference server knows replicas by name, and
-   a name may be somebody else's.
+   a name may be another process's.
 5. A load that fails half-way leaves a mixture. All ranks then refuse to compute, until a load has succeeded.
 
 It must never: let two ranks load different versions, or import vLLM before it is used.
@@ -114,12 +114,12 @@ class Updater:
             wanted = newest_version(self._view, self.model, deadline)
             try:
                 return self._bring(wanted, deadline)
-            except tensorhub.VersionUnavailable:  # a trainer in haste has gone on, and left it to nobody
+            except tensorhub.VersionUnavailable:  # the trainer has gone on, and no replica has kept it
                 if time.monotonic() >= deadline or latest(self._view, self.model) in (wanted, None):
                     raise
 
     def _bring(self, wanted: int, deadline: float) -> int:
-        if wanted == self.version and self._is_there:  # who has left may meet another job's version of that number
+        if wanted == self.version and self._is_there:  # an engine that has left may meet another job's version
             return wanted
         if self.version is None or not self._is_there:
             self._join(deadline)
@@ -217,7 +217,7 @@ class Engine:
 
 
 class Offline(Engine):
-    """A `vllm.LLM` of this process. Nobody else drives it while it is updated, so nothing needs to be paused."""
+    """A `vllm.LLM` of this process. It computes nothing while it is updated: nothing is paused."""
 
     def __init__(self, llm: Any) -> None:
         super().__init__()

@@ -493,7 +493,7 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         try:
             if init_info.loaded is None and init_info.kept is None and not init_info.same:
                 self._join(init_info)
-            self._answer(init_info)  # a question makes nobody join again who has left
+            self._answer(init_info)  # a question makes no rank that has left join again
         except tensorhub.TensorHubError as error:
             parallel = self.parallel_config
             if parallel.rank == parallel.world_size - 1 or parallel.distributed_executor_backend == "external_launcher":
@@ -623,7 +623,7 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         why = ""
         try:
             self._way.fetch(update_info.version, update_info.timeout)
-        except Exception as error:  # noqa: BLE001 - said to the driver when it asks: who raises here is not read
+        except Exception as error:  # noqa: BLE001 - the driver is told when it asks
             why = said(error) or type(error).__name__
         why = self._unused(self._way, is_well=not why) or why
         if why:
@@ -647,14 +647,14 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         elif self._all(self._way.holds(before)):
             self._loaded = before
         else:
-            self._way.close(LEAVE_S)  # what is on the host, or was written over in part, is for nobody
+            self._way.close(LEAVE_S)  # what is on the host, or was written over in part, serves no reader
             return
         self._is_mixture = False
         for name in COMPUTES:
             delattr(self.model, name)  # the refusal: the class's own is there again
 
     def _has(self, version: int) -> bool:
-        """Whether this rank, and nobody else of its name, has loaded it, and has not left since."""
+        """Whether this rank, and no other process of its name, has loaded it, and has not left since."""
         return self._loaded == version and self._way is not None and self._way.holds(version)
 
     def _has_loaded(self, version: int) -> bool:

@@ -108,7 +108,7 @@ class Whole:
         return iter(self._tensors.items())
 
     def copies(self) -> "Iterator[tuple[str, torch.Tensor]]":
-        """The same, for who may change what it is given: each is copied when it is its turn."""
+        """The same, for callers that change what they are given: each is copied when it is its turn."""
         for name, tensor in self:
             yield name, tensor.clone()
 
