@@ -302,16 +302,6 @@ def source() -> Iterator[Callable[[], subprocess.Popen[str]]]:
 # -- the agent and its worker ----------------------------------------------------------------------------------------
 
 
-@needs_nixl
-def test_nobody_is_left_inside_when_the_interpreter_ends() -> None:
-    """Threads of a read and of a source are in the middle when the main thread ends: no abort, no hang, every time."""
-    peer = str(Path(__file__).with_name("peer.py"))
-    for _ in range(2):
-        command = [sys.executable, peer, "forgetful", "nixl-3", str(8 * CHUNK), str(CHUNK), "5"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
-        assert (done.returncode, done.stdout, done.stderr) == (0, "leaving\n", "")
-
-
 FORK = """
 import os, sys
 import kit
@@ -383,23 +373,6 @@ def test_a_killed_peer_is_forgotten_and_its_next_life_is_met(
     again.export(full("k", right, CHUNK))
     target = Target(right, CHUNK)
     assert read_all(reader, again.endpoint, "k", target) is None
-    assert target.buffer == right
-
-
-@pytest.mark.processes
-@needs_nixl
-def test_a_stopped_source_ends_by_our_deadline_alone_and_serves_again(
-    make: Make, source: Callable[[], subprocess.Popen[str]]
-) -> None:
-    right, reader, process = content(5 * CHUNK), make(threads=1, silence_s=1.0), source()
-    endpoint = line(process)
-    os.kill(process.pid, signal.SIGSTOP)
-    error = read_all(reader, endpoint, "k", Target(right, CHUNK))
-    assert isinstance(error, SourceLost)
-    assert "1 s" in str(error)
-    os.kill(process.pid, signal.SIGCONT)
-    target = Target(right, CHUNK)
-    assert read_all(reader, endpoint, "k", target) is None
     assert target.buffer == right
 
 

@@ -20,7 +20,7 @@ import weakref
 from array import array
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -147,12 +147,7 @@ class Shorts:
         rows[:, (COUNT, COUNTS)] = 1
         self.moves = Moves(rows, np.searchsorted(tiles, np.arange(len(places.tiles))))  # by tile
         self.at: list[int] = at.tolist()
-        self._tiles: list[int] = tiles.tolist()
-        self._sizes: list[int] = sizes[tiles].tolist()
-
-    def only(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-        """The tile of each of them, where it lies, and its size."""
-        return zip(self._tiles[first:last], self.at[first:last], self._sizes[first:last], strict=True)
+        self.tiles: list[tuple[int, int]] = list(zip(tiles.tolist(), sizes[tiles].tolist(), strict=True))  # and sizes
 
 
 @dataclass
@@ -264,7 +259,7 @@ class Landing:
             low, high = self._shorts.moves.first[first], self._shorts.moves.first[last]
             base = self._shorts.at[low]
             words = window.device.download(window.shorts, (self._shorts.at[high] - base) // 8, lane=window.lane)
-            for tile, start, size in self._shorts.only(low, high):
+            for (tile, size), start in zip(self._shorts.tiles[low:high], self._shorts.at[low:high], strict=True):
                 digest = xxhash.xxh3_128_digest(memoryview(words).cast("B")[start - base :][:size])
                 found[tile - first] = np.frombuffer(digest, np.int64)
         return found.tobytes()
@@ -309,7 +304,7 @@ def row_table(rows: Ints) -> "array[int]":
     table = np.zeros((len(rows) + 1, ROW_WORDS), np.int64)
     table[:-1, :COLUMNS] = rows
     table[:, COLUMNS] = starts_of(-(-_sizes(rows) // PART_BYTES))
-    return _words(table)
+    return array("Q", table.tobytes())
 
 
 def _gathers(places: Places, batches: Batches, source: Spans) -> Moves:
@@ -327,7 +322,8 @@ def _turns(places: Places, scatter: Scatter) -> Moves:
     tile = np.repeat(np.arange(len(places.at)), np.diff(first_turn))
     rows = _packed(len(turns), THEIRS, turns, TARGET)
     before = starts_of(_sizes(rows))
-    rows[:, SOURCE] = places.of_bytes(rows[:, SOURCE] + _batch_starts(places, tile))
+    batch = np.searchsorted(places.first_tile, tile, "right") - 1
+    rows[:, SOURCE] = places.of_bytes(rows[:, SOURCE] + places.tiles[places.first_tile[batch]])
     rows[:, TARGET] = places.seen[tile] + before[:-1] - before[first_turn[tile]]
     return Moves(rows, first_turn[places.first_tile])
 
@@ -348,12 +344,6 @@ def _scatters(places: Places, scatter: Scatter, target: Spans) -> Moves:
     rows = np.concatenate([near, kept])[order]
     _place(rows, OURS, target)
     return Moves(rows, np.searchsorted(batch[order], np.arange(len(bounds))))
-
-
-def _batch_starts(places: Places, tile: Ints) -> Ints:
-    """Where the batch of each of these tiles begins in the batches' stream."""
-    first: Ints = places.tiles[places.first_tile[np.searchsorted(places.first_tile, tile, "right") - 1]]
-    return first
 
 
 def _packed(count: int, columns: tuple[int, ...], known: Ints, side: int) -> Ints:
@@ -387,9 +377,3 @@ def _sizes(rows: Ints) -> Ints:
 
 def _ints(words: "array[int]") -> Ints:
     return np.frombuffer(words, np.int64) if len(words) else np.zeros(0, np.int64)
-
-
-def _words(numbers: Ints) -> "array[int]":
-    found = array("Q")
-    found.frombytes(numbers.tobytes())
-    return found

@@ -199,10 +199,10 @@ class Process:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._read = _function()
-        self._pidfd = -1
+        self.pidfd = -1  # where there is none
         track(self)
         try:
-            self._pidfd = os.pidfd_open(pid)
+            self.pidfd = os.pidfd_open(pid)
         except ProcessLookupError as error:
             raise Lost(f"process {pid} is gone") from error
         except OSError as error:  # an old kernel, or a filter: its start time must do
@@ -214,25 +214,20 @@ class Process:
                     raise threads.unavailable(unknown, "it looked at a source's process") from unknown
                 raise TransportMissing(f"when process {pid} began cannot be found out: {unknown.strerror}") from unknown
 
-    @property
-    def pidfd(self) -> int:
-        """-1 where there is none."""
-        return self._pidfd
-
     def close(self) -> None:
-        pidfd, self._pidfd = self._pidfd, -1
+        pidfd, self.pidfd = self.pidfd, -1
         if pidfd >= 0:
             os.close(pidfd)
 
     def descriptors(self) -> tuple[int, ...]:
         """That of the process, if the kernel has such."""
-        return (self._pidfd,)
+        return (self.pidfd,)
 
     def check(self) -> None:
         """Raises `Lost` once the process is not the one that we began with."""
-        if self._pidfd >= 0:
+        if self.pidfd >= 0:
             try:
-                signal.pidfd_send_signal(self._pidfd, 0)
+                signal.pidfd_send_signal(self.pidfd, 0)
             except ProcessLookupError as error:
                 raise Lost(f"process {self.pid} is gone") from error
             except OSError:

@@ -34,7 +34,6 @@ from ..tcp.settings import MIB, TcpSettings
 from ..tcp.transport import TcpTransport
 from ..tcp.wire import Garbled, Hello, Refusal, Silent, Unreadable, Wire, WireError
 from ..threads import FILES, MEMORY, Thread, start
-from . import agent
 from . import agent as nixl_path
 from .agent import (
     HOST,
@@ -680,7 +679,7 @@ class NixlTransport(TcpTransport):
         """`bindings` stand for NIXL's own in tests; otherwise those are probed, then loaded."""
         self._mine = settings or NixlSettings()
         self.probed: Probe = require(self._mine.probe_s) if bindings is None else Probe(bindings.__name__)
-        self._facts = agent.facts(self._mine.tls)
+        self._facts = nixl_path.facts(self._mine.tls)
         bindings = bindings or load(self.probed.module)
         mine = self._mine
         self._agents = Agents(bindings, workers=mine.threads, tls=mine.tls, emulates=mine.allow_tcp)
