@@ -15,7 +15,7 @@ from tensorhub.protocol.layout import Box
 from tensorhub.reshard.grid import BoxTable, Grid, grid_of, table_of, tiles_of
 from tensorhub.reshard.plan import Source, derive_manifest
 from tensorhub.reshard.read import Across
-from tensorhub.reshard.wire import Cut, decode_cut, export_of, grid_digest, layout_digest, publish_cut
+from tensorhub.reshard.wire import Cut, decode_cut, grid_digest, layout_digest, publish_cut
 from tensorhub.runtime.config import worker_options
 from tensorhub.runtime.opening import make_transport
 from tensorhub.transport.base import Export, Progress, Transport, read_to_end
@@ -97,7 +97,9 @@ class Pieces:
                         copy_stream(tensors.stream, registration.stream, CHUNK_BYTES, lambda *_: None)
                     progress = Progress(-(-registration.size_bytes // CHUNK_BYTES), complete=True)
                     if key == "pieces":
-                        transport.export(export_of(key + suffix, self._cut, registration, CHUNK_BYTES, progress))
+                        transport.export(
+                            Export(key + suffix, self._cut.encode(), CHUNK_BYTES, registration.stream, progress)
+                        )
                     else:
                         body = manifest.encode()
                         transport.export(Export(key + suffix, body, CHUNK_BYTES, registration.stream, progress))

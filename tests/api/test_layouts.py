@@ -147,19 +147,6 @@ def test_tensors_changed_while_published_are_refused_whatever_the_layout(server,
         assert engine[1][0].version is None  # a part of the new one had come, as in one layout
 
 
-def test_sources_that_can_show_only_parts_of_tiles_are_named_at_once(replica):
-    """They registered after the version was published, and nothing will change that."""
-    trainer = replica("trainer", (0, 100, ROWS), 0)
-    publish(trainer, 1)
-    fill(replica("late", (0, 80, COLUMNS), 1))
-    for weights, _, _ in trainer:
-        weights.close(timeout=5)
-    ((engine, _, _),) = replica("engine", (0, ROWS), 0)
-    with pytest.raises(tensorhub.SourceLost, match=r"can show only parts of some tiles") as raised:
-        engine.replicate("latest", timeout=30)
-    assert raised.value.hint == "others who hold it can; or publish the next version"
-
-
 def test_an_error_of_the_reader_itself_comes_with_its_hint_and_its_cause(replica, monkeypatch):
     """The shard that has met it raises the error itself; the other shards hear what to do about it."""
 
@@ -385,25 +372,6 @@ def test_load_puts_together_what_was_cut(server, replica):
     assert (np.asarray(again["layer/0.w"]) == content(1)).all()
 
 
-def test_load_of_tensors_that_lie_in_parts_of_others(server):
-    """Fused, turned and padded: each global tensor comes by itself, contiguous."""
-    fused = np.zeros((48, 17), np.float32)
-    query, key = (np.random.default_rng(seed).standard_normal((16, 16)).astype(np.float32) for seed in (1, 2))
-    fused[:16, :16], fused[16:32, :16] = query, key.T
-    boxes = [
-        Box("query", (16, 16), (0, 0), (16, 16), 0, (17, 1)),
-        Box("key", (16, 16), (0, 0), (16, 16), 16 * 17, (1, 17)),
-    ]
-    with tensorhub.open("m", replica="t", server=server.address) as trainer:
-        trainer.register({"fused": fused}, boxes={"fused": boxes})
-        trainer.publish(1)
-        found = tensorhub.load("m@latest", server=server.address, timeout=20)
-    assert {name: np.asarray(each).tolist() for name, each in found.items()} == {
-        "key": key.tolist(),
-        "query": query.tolist(),
-    }
-
-
 @pytest.mark.parametrize(("published", "registered"), [({}, None), (None, {})])
 def test_boxes_on_one_side_only_are_an_error_that_says_so(server, published, registered):
     """Whatever else differs: with boxes on one side the rest cannot be put right."""
@@ -476,27 +444,6 @@ def test_what_can_be_hashed_of_a_version_that_is_cut_otherwise_is_looked_at_when
             for tensors in arrays:
                 tensors[name][-1] -= 1
         assert [weights.version for weights in late] == [1, 1]
-
-
-def test_what_was_changed_in_part_of_a_tile_is_never_kept_as_the_version(server):
-    """The copy in host memory is compared with what came, though no manifest has a digest of it."""
-    whole = np.arange(64.0 * 16).reshape(64, 16)
-    with contextlib.ExitStack() as stack:
-        opened = partial(tensorhub.open, "m", server=server.address, call_timeout=20)
-        trainer = stack.enter_context(opened(replica="t"))
-        trainer.register({"w": whole}, boxes={})
-        late = [stack.enter_context(opened(replica="r", shard=shard, shards=2, host_bytes=0)) for shard in range(2)]
-        trainer.publish(1)
-        arrays = [np.zeros((32, 16)) for _ in range(2)]
-        for shard, (weights, array) in enumerate(zip(late, arrays, strict=True)):
-            weights.register({"t": array}, boxes={"t": [Box("w", (64, 16), (32 * shard, 0), (32, 16))]})
-        assert in_threads(*(weights.replicate for weights in late)) == [1, 1]
-        content = late[0]._aio._client.driver.data.content
-        assert not content.manifest.is_whole
-        content.manifest.check(content.registration, "it")
-        arrays[0][5] = -777
-        with pytest.raises(tensorhub.CorruptTransfer, match=r"it is not what was published: 'w'\[0:32, 0:16\]"):
-            content.manifest.check(content.registration, "it")
 
 
 def test_other_tensors_that_are_registered_while_a_read_ahead_is_worked_out_get_their_own_bytes(server, monkeypatch):

@@ -2,7 +2,6 @@
 
 import contextlib
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -310,11 +309,9 @@ def test_close_while_the_withdrawal_goes_on(masters, drained):
     trainer, _ = masters(in_place=False)
     trainer.publish(1)
     trainer.unpublish(timeout=20)
-    began = time.monotonic()
     closing = threading.Thread(target=trainer.close, kwargs={"timeout": 1})
     closing.start()
     closing.join(0.2)
     drained.set()
     closing.join(20)
     assert not closing.is_alive()
-    assert time.monotonic() - began < 10

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
+from hypothesis import strategies as st
 
 from tensorhub.memory.registration import Registration
 from tensorhub.memory.streams import Copy, Piece
@@ -69,3 +70,18 @@ class FakeDevice:
     def device(self, one: Copy) -> np.ndarray:
         assert self.pieces[one.piece].device != "cpu", "a host piece is handed out, never copied"
         return self.memory[one.piece][one.inside : one.inside + one.size_bytes]
+
+
+Views = list[tuple[int, int, int, bool]]  # storage, start, stop in elements, transposed
+
+
+@st.composite
+def views_of_storages(draw: st.DrawFn) -> tuple[list[int], Views]:
+    """Sizes of storages, and views of them: tied, overlapping, transposed and empty ones."""
+    sizes = draw(st.lists(st.integers(1, 60), min_size=1, max_size=4))
+    views: Views = []
+    for _ in range(draw(st.integers(1, 12))):
+        storage = draw(st.integers(0, len(sizes) - 1))
+        start = draw(st.integers(0, sizes[storage]))
+        views.append((storage, start, draw(st.integers(start, sizes[storage])), draw(st.booleans())))
+    return sizes, views

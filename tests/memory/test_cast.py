@@ -21,6 +21,8 @@ from tensorhub.memory.registration import Registration, register
 from tensorhub.protocol.errors import Closed, HostMemoryFull, UsageError
 from tensorhub.protocol.layout import Box
 
+from .kit import Views, views_of_storages
+
 # --- Masters in one dtype, published in another: what torch would give, in the layout that such tensors would have.
 
 
@@ -99,20 +101,6 @@ def test_numpy_rounds_as_torch_does_where_it_is_taken(source: str, target: str) 
     ours = torch.empty(len(given_), dtype=torch_dtype(target))
     cast._by_numpy(source, target)(memoryview(given_.numpy()).cast("B"), memoryview(ours.numpy()).cast("B"))
     assert same_numbers(ours, given_.to(torch_dtype(target)))
-
-
-Views = list[tuple[int, int, int, bool]]  # storage, start, stop in elements, transposed
-
-
-@st.composite
-def views_of_storages(draw: st.DrawFn) -> tuple[list[int], Views]:
-    sizes = draw(st.lists(st.integers(1, 60), min_size=1, max_size=4))
-    views: Views = []
-    for _ in range(draw(st.integers(1, 10))):
-        storage = draw(st.integers(0, len(sizes) - 1))
-        start = draw(st.integers(0, sizes[storage]))
-        views.append((storage, start, draw(st.integers(start, sizes[storage])), draw(st.booleans())))
-    return sizes, views
 
 
 def viewed(storages: list[torch.Tensor], views: Views) -> dict[str, torch.Tensor]:

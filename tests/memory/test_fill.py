@@ -1,6 +1,5 @@
 """Filling registered tensors: what is accepted, what is refused and whose fault it is, and how a fill goes on."""
 
-import threading
 import weakref
 
 import msgspec
@@ -184,34 +183,3 @@ def test_empty_content_is_complete_at_once() -> None:
     sink = FillSink(target, manifest.root())
     assert list(sink.begin(manifest.encode())) == []
     assert sink.progress.is_complete
-
-
-def test_four_threads_fill_together() -> None:
-    rng = np.random.default_rng(1)
-    given = register({f"t{i}": rng.integers(0, 255, 997, dtype=np.uint8) for i in range(500)})
-    target = register({f"t{i}": np.zeros(997, dtype=np.uint8) for i in range(500)})
-    manifest = build_manifest(given, 1024)
-    prefixes: list[int] = []
-    sink = FillSink(target, manifest.root(), on_stored=prefixes.append)
-    wanted = sink.begin(manifest.encode())
-    rejected: list[int] = []
-
-    def work(which: int) -> None:
-        sink.begin(manifest.encode())
-        for chunk in wanted[which::4]:
-            if chunk % 7 == 0:
-                try:
-                    move(given, sink, chunk, flip=0)
-                except CorruptTransfer:
-                    rejected.append(chunk)
-            move(given, sink, chunk)
-
-    threads = [threading.Thread(target=work, args=(which,)) for which in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert image_of(target) == image_of(given)
-    assert prefixes == sorted(prefixes)
-    assert prefixes[-1] == manifest.chunk_count == len(prefixes)
-    assert sorted(rejected) == [chunk for chunk in range(manifest.chunk_count) if chunk % 7 == 0]

@@ -13,7 +13,7 @@ from tensorhub.memory import host_copies
 from tensorhub.memory.digests import build_manifest
 from tensorhub.memory.fill import FillSink
 from tensorhub.memory.host_copies import HostMemory, copy_stream, on_host, over_shared
-from tensorhub.memory.host_memory import MIB, SPARE_BYTES, STEP_BYTES, Footing, Room, copies_that_fit, room
+from tensorhub.memory.host_memory import MIB, SPARE_BYTES, STEP_BYTES, Footing, Room, room
 from tensorhub.memory.registration import Registration, register
 from tensorhub.memory.streams import Freed, in_parallel
 from tensorhub.protocol.errors import Closed, CorruptTransfer, HostMemoryFull, InvariantViolation
@@ -118,16 +118,6 @@ def test_a_part_is_taken_only_while_there_is_room() -> None:
         with pytest.raises(HostMemoryFull, match=r"room|a test's limit leaves"):
             footing.step(MIB)
     assert footing.is_short
-
-
-def test_copies_are_as_many_as_fit_unless_a_user_has_said() -> None:
-    tensors = register({"w": untouched(MIB)})
-    tight = Room(SPARE_BYTES + MIB, "a test's limit")
-    assert HostMemory(tensors, None, look=lambda: tight).most == 1
-    assert HostMemory(tensors, None, look=lambda: Room(0, "nothing")).most == 0
-    assert HostMemory(tensors, None, look=lambda: None).most == 2
-    assert HostMemory(tensors, 5 * MIB, look=lambda: tight).most == 5
-    assert copies_that_fit(0, tight) == 2
 
 
 def test_a_copy_that_ran_short_is_not_kept_for_the_next() -> None:
@@ -260,16 +250,21 @@ def test_without_such_memory_copies_are_made_as_before(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("limit_bytes", "why"),
+    ("limit_bytes", "left", "most", "why"),
     [
-        (0, "host_bytes is 0 B"),
-        (99, "host_bytes is 99 B"),
-        (None, "memory.max left 16 MiB at register()"),
-        (1 << 20, ""),
+        (0, None, 0, "host_bytes is 0 B"),
+        (99, None, 0, "host_bytes is 99 B"),
+        (None, Room(16 << 20, "memory.max"), 0, "memory.max left 16 MiB at register()"),
+        (None, Room(SPARE_BYTES + MIB, "memory.max"), 1, ""),
+        (None, None, 2, ""),
+        (5 * MIB, Room(0, "memory.max"), 5, ""),
     ],
 )
-def test_it_says_which_limit_has_no_room_for_any_copy(limit_bytes: int | None, why: str) -> None:
-    assert HostMemory(registered(1 << 20), limit_bytes, look=lambda: Room(16 << 20, "memory.max")).why_none == why
+def test_copies_are_as_many_as_fit_unless_a_user_has_said(
+    limit_bytes: int | None, left: Room | None, most: int, why: str
+) -> None:
+    pool = HostMemory(registered(MIB), limit_bytes, look=lambda: left)
+    assert (pool.most, pool.why_none) == (most, why)
 
 
 @pytest.mark.parametrize(("left", "had", "taken", "most"), [(0, 0, 0, 0), (0, 1, 1, 1), (1, 1, 1, 2), (2, 0, 3, 2)])

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from tensorhub.memory.describe import Described
-from tensorhub.memory.digests import ALGORITHM, build_manifest
 from tensorhub.memory.registration import Registration, place, register
 from tensorhub.memory.streams import HostStream
 from tensorhub.protocol.errors import UsageError
+
+from .kit import Views, views_of_storages
 
 # --- Registering tensors: which byte comes where, which layouts are equal, and what is refused in which words.
 
@@ -377,17 +377,6 @@ def test_ten_thousand_tensors_of_one_storage_are_one_piece_and_few_views() -> No
     assert len(repr(apart)) < 200
 
 
-def test_ranges_are_the_views_addresses() -> None:
-    stream = register({f"t{i}": torch.zeros(5) for i in range(9)}).stream
-    assert isinstance(stream, HostStream)
-    for start, stop in [(0, 180), (3, 3), (19, 21), (20, 40), (7, 170)]:
-        addresses = [(np.frombuffer(view, np.uint8).ctypes.data, view.nbytes) for view in stream.views(start, stop)]
-        assert stream.ranges(start, stop) == addresses
-    for start, stop in [(-1, 3), (5, 4), (0, 181)]:
-        with pytest.raises(UsageError, match="not in a stream of 180 B"):
-            stream.views(start, stop)
-
-
 def test_torch_is_not_imported_for_numpy_arrays() -> None:
     program = """
 import sys
@@ -439,20 +428,7 @@ def test_a_module_is_asked_for_nothing_that_it_may_have_overridden(image: Image)
 # --- For any tensors at all: the stream is their memory, each byte once, and nothing else makes the layout.
 
 
-Views = list[tuple[int, int, int, bool]]  # storage, start, stop in elements of 4 bytes, transposed
-
 fast = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-@st.composite
-def views_of_storages(draw: st.DrawFn) -> tuple[list[int], Views]:
-    sizes = draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
-    views: Views = []
-    for _ in range(draw(st.integers(1, 12))):
-        storage = draw(st.integers(0, len(sizes) - 1))
-        start = draw(st.integers(0, sizes[storage]))
-        views.append((storage, start, draw(st.integers(start, sizes[storage])), draw(st.booleans())))
-    return sizes, views
 
 
 def build(sizes: list[int], views: Views) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
@@ -468,25 +444,6 @@ def build(sizes: list[int], views: Views) -> tuple[list[np.ndarray], dict[str, n
 
 @fast
 @given(views_of_storages())
-def test_the_stream_covers_each_registered_byte_once(image: Image, made: tuple[list[int], Views]) -> None:
-    sizes, views = made
-    _, tensors = build(sizes, views)
-    registration = register(tensors)
-    covered = {(storage, at) for storage, start, stop, _ in views for at in range(start, stop)}
-    assert registration.size_bytes == 4 * len(covered)
-    addresses = [a for piece in registration.pieces for a in range(piece.address, piece.address + piece.size_bytes)]
-    assert len(set(addresses)) == len(addresses) == registration.size_bytes
-    at = 0
-    for piece in registration.pieces:
-        assert piece.start == at
-        at = piece.stop
-    stream = image(registration)
-    for spec, tensor in zip(registration.layout.tensors, tensors.values(), strict=True):
-        assert stream[spec.offset_bytes : spec.offset_bytes + spec.size_bytes] == tensor.T.tobytes(order="A")
-
-
-@fast
-@given(views_of_storages())
 def test_a_stream_s_image_written_elsewhere_gives_equal_tensors(
     image: Image, put: Callable[[object, int, bytes], None], made: tuple[list[int], Views]
 ) -> None:
@@ -496,31 +453,16 @@ def test_a_stream_s_image_written_elsewhere_gives_equal_tensors(
         other[:] = 0
     source, target = register(tensors), register(copies)
     assert source.layout == target.layout
+    covered = {(storage, at) for storage, start, stop, _ in made[1] for at in range(start, stop)}
+    assert source.size_bytes == 4 * len(covered), "each byte once"
     data = image(source)
     third = len(data) // 3
     for start, stop in [(third, 2 * third), (2 * third, len(data)), (0, third)]:
         put(target.stream, start, data[start:stop])
     for name, tensor in tensors.items():
         assert np.array_equal(tensor, copies[name])
-    covered = {(storage, at) for storage, start, stop, _ in made[1] for at in range(start, stop)}
     for index, (storage, other) in enumerate(zip(storages, others, strict=True)):
         for at in range(storage.size):
             assert other[at] == (storage[at] if (index, at) in covered else 0), (
                 "a byte that is not registered was written"
             )
-
-
-@fast
-@given(views_of_storages(), st.integers(1, 200), st.data())
-def test_a_root_changes_with_any_byte(made: tuple[list[int], Views], chunk_bytes: int, data: st.DataObject) -> None:
-    registration = register(build(*made)[1])
-    before = build_manifest(registration, chunk_bytes, threads=1)
-    assert before.algorithm == ALGORITHM
-    if not registration.size_bytes:
-        return
-    at = data.draw(st.integers(0, registration.size_bytes - 1))
-    with registration.stream.writing(at, at + 1) as views:
-        views[0][0] ^= 1 << data.draw(st.integers(0, 7))
-    after = build_manifest(registration, chunk_bytes, threads=1)
-    assert after.root() != before.root()
-    assert [c for c in range(before.chunk_count) if before.digest_of(c) != after.digest_of(c)] == [at // chunk_bytes]

@@ -15,7 +15,7 @@ import pytest
 from tensorhub.memory import streams
 from tensorhub.memory.streams import StagedStream, StagingRing
 from tensorhub.protocol.errors import CorruptTransfer, DeadlineExceeded, UsageError
-from tensorhub.transport.ranges import SPAN_BYTES, Addresses, Batches, RowStream, gather
+from tensorhub.transport.ranges import Addresses, Batches, RowStream
 
 from .kit import FakeDevice
 from .kit import scatter as put
@@ -276,10 +276,3 @@ def test_what_is_written_is_written_and_nothing_between_it(runs: int, run: int, 
     for each in range(runs):
         expected[5 + each * stride : 5 + each * stride + run] = data[each * run : (each + 1) * run]
     assert device.image == bytes(expected)
-
-
-def test_far_parts_are_read_in_blocks_of_their_own() -> None:
-    device = FakeDevice([("cuda:0", 3 * SPAN_BYTES)])
-    stream = StagedStream(device.pieces, device, StagingRing())
-    gather(stream, [(0, 10), (3 * SPAN_BYTES - 10, 10)])
-    assert device.copied_bytes["to_host"] == 20

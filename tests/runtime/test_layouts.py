@@ -10,12 +10,11 @@ import tensorhub
 from tensorhub.protocol.manifest import Layout, TensorSpec
 from tensorhub.protocol.messages import Holding, LayoutInfo, LayoutWanted, Orders, Report
 from tensorhub.protocol.names import Digest, Version
-from tensorhub.runtime import server as layouts
 from tensorhub.runtime.connection import decode_to_worker, encode
 from tensorhub.runtime.server import UnknownLayouts, WorkerSocket
 
 from .kit import PATIENCE_S, ServerProcess, eventually, hello, line_to
-from .test_intake import Socket, settle
+from .test_intake import Socket
 
 
 def layout(name: str) -> LayoutInfo:
@@ -94,44 +93,6 @@ def test_a_report_waits_for_the_layout_that_its_line_named_last():
         it.desk.came(A.digest())
         it.desk.came(B.digest())
         assert it.through[2:] == [("one", 4)]
-
-    asyncio.run(story())
-
-
-def test_others_are_asked_more_and_more_rarely_and_each_once(monkeypatch):
-    monkeypatch.setattr(layouts, "ASK_AGAIN_S", 0.01)
-
-    async def story() -> None:
-        it = Desk()
-        for name in ("one", "two", "three"):
-            it.desk.holds(it.line(name), Report(1, layout=A.digest()))
-        async with asyncio.timeout(PATIENCE_S):
-            while len(it.asked) < 3:
-                await settle()
-        queue = it.desk._queues[A.digest()]
-        assert queue.pause_s == pytest.approx(0.08)
-        async with asyncio.timeout(PATIENCE_S):
-            while queue.next_ask is not None:
-                await settle()
-        assert [name for name, _ in it.asked] == ["one", "two", "three"]
-
-    asyncio.run(story())
-
-
-def test_who_has_waited_for_long_is_let_through_and_so_is_who_comes_then():
-    async def story() -> None:
-        it = Desk(patience_s=0.01)
-        one, two = it.line("one"), it.line("two")
-        assert it.desk.holds(one, Report(1, layout=A.digest()))
-        async with asyncio.timeout(PATIENCE_S):
-            while not it.through:
-                await settle()
-        assert it.through == [("one", 1)]
-        assert not it.desk.holds(one, Report(1, layout=A.digest())), "as it comes back"
-        assert not it.desk.holds(two, Report(1, layout=A.digest()))
-        assert it.desk.holds(two, Report(2, layout=B.digest())), "of another layout"
-        it.desk.came(A.digest())
-        assert it.through == [("one", 1)], "once"
 
     asyncio.run(story())
 

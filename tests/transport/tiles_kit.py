@@ -18,8 +18,8 @@ from tensorhub.protocol.errors import TensorHubError
 from tensorhub.reshard.grid import Cutting, Grid, tiles_of
 from tensorhub.reshard.plan import Source, derive_manifest
 from tensorhub.reshard.read import Across, Leg
-from tensorhub.reshard.wire import Cut, export_of, grid_digest, layout_digest, publish_cut
-from tensorhub.transport.base import Progress, Read, Transport
+from tensorhub.reshard.wire import Cut, grid_digest, layout_digest, publish_cut
+from tensorhub.transport.base import Export, Progress, Read, Transport
 
 from . import kit
 from .kit import Ended, stand_in
@@ -89,7 +89,7 @@ def exported(transport: Transport, key: str, shard: Shard, cut: Cut, progress: P
         with registration.stream.reading(0, registration.size_bytes) as views:
             memory[:] = b"".join(views)
         registration = replace(registration, stream=kit.Pieces(memory))
-    transport.export(export_of(key, cut, registration, CHUNK, progress))
+    transport.export(Export(key, cut.encode(), CHUNK, registration.stream, progress))
 
 
 def sources_of(cuts: Sequence[Cut]) -> list[Source]:

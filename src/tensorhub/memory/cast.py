@@ -1,7 +1,6 @@
 """Tensors that are published in another dtype: their masters, the cast buffer, and the casts."""
 
 import ctypes
-import sys
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,16 +10,14 @@ import msgspec
 
 from ..protocol.errors import Closed, HostMemoryFull, UsageError
 from ..transport.ranges import Addresses
-from ..transport.sealed import Sealed, Unmappable
+from ..transport.sealed import Sealed
 from ..transport.threads import beside_captures, scope
-from .describe import INSTALL, Described, InPlace, loaded_torch, seen_torch, what_helps
-from .host_memory import STEP_BYTES, Footing, size_text
+from .describe import INSTALL, Described, InPlace, dtype_name, loaded_torch, seen_torch, what_helps
+from .host_memory import STEP_BYTES, Footing, size_text, untouched
 from .streams import Freed, copy, core_count, host_view, in_parallel
 
 if TYPE_CHECKING:
     import torch
-
-    from .describe import Described
 
 
 # --- Casts of elements as torch does them, and which casts lose nothing.
@@ -66,7 +63,7 @@ def keeps_all(source: str, target: str) -> bool:
     return source == target or (fits and (old.is_finite or not new.is_finite))
 
 
-def targets_of(described: "list[Described]", wanted: object) -> list[str]:
+def targets_of(described: list[Described], wanted: object) -> list[str]:
     """The dtype in which each tensor is to be published: its own, unless `wanted` names another.
 
     `wanted` is a dtype for all tensors of floating-point numbers, or a mapping from names to dtypes. Raises
@@ -89,16 +86,7 @@ def targets_of(described: "list[Described]", wanted: object) -> list[str]:
 
 
 def _dtype_name(dtype: object) -> str:
-    """By torch's names, of a dtype of torch's or numpy's or the name of one."""
-    torch, numpy = seen_torch(), sys.modules.get("numpy")
-    name = dtype if isinstance(dtype, str) else ""
-    if torch is not None and isinstance(dtype, torch.dtype):
-        name = str(dtype)
-    elif numpy is not None and isinstance(dtype, type) and issubclass(dtype, numpy.generic):
-        name = numpy.dtype(dtype).name
-    elif numpy is not None and isinstance(dtype, numpy.dtype):
-        name = dtype.name
-    name = name.removeprefix("torch.")
+    name = dtype_name(dtype)
     if name not in FORMS:
         raise UsageError(f"dtype={dtype!r} is none that can be cast to", hint=f"one of {', '.join(FORMS)}")
     return name
@@ -215,41 +203,28 @@ class Block(NamedTuple):
                     yield master.name, max(first, begin), min(last, end)
 
 
-class Piece:
+class Piece(NamedTuple):
     """Elements [first, last) of a block on the host, by way of a room in which nothing is freed."""
 
-    def __init__(
-        self,
-        block: Block,
-        first: int,
-        last: int,
-        kept_to: list[tuple[int, int]],
-        room: bytearray,
-        buffer: memoryview,
-    ) -> None:
-        self.block, self.first, self.last = block, first, last
-        self.kept_to = kept_to  # what takes part
-        self.buffer = buffer
-        self._size = FORMS[block.dtype].size_bytes
-        self.masters = memoryview(room)[: (last - first) * self._size]
-        here = ctypes.addressof(ctypes.c_char.from_buffer(room))
-        self._ours = Addresses.of_ranges([(here, (last - first) * self._size)], first * self._size)
-        self._theirs = Addresses.of_ranges([(block.address, block.elements * self._size)])
+    block: Block
+    first: int
+    last: int
+    kept_to: list[tuple[int, int]]  # what takes part
+    masters: memoryview  # the room
+    buffer: memoryview
 
-    def read(self) -> None:
-        """The masters into the room."""
-        self._copy(self._theirs, self._ours, [(self.first, self.last)])
-
-    def write(self) -> None:
-        """The room into the masters."""
-        self._copy(self._ours, self._theirs, self.kept_to)
-
-    def _copy(self, source: Addresses, target: Addresses, ranges: Sequence[tuple[int, int]]) -> None:
+    def copy(self, *, to_room: bool) -> None:
+        """The masters into the room, or back."""
+        size, block = FORMS[self.block.dtype].size_bytes, self.block
+        here = ctypes.addressof(ctypes.c_char.from_buffer(self.masters))
+        room = Addresses.of_ranges([(here, (self.last - self.first) * size)], self.first * size)
+        theirs = Addresses.of_ranges([(block.address, block.elements * size)])
+        source, target = (theirs, room) if to_room else (room, theirs)
         try:
-            for start, stop in ranges:
-                copy(source, target, start * self._size, stop * self._size)
+            for start, stop in [(self.first, self.last)] if to_room else self.kept_to:
+                copy(source, target, start * size, stop * size)
         except Freed as error:
-            text = f"the memory of these tensors was freed while they were cast: {self.block.names}"
+            text = f"the memory of these tensors was freed while they were cast: {block.names}"
             raise UsageError(text, hint="register() again what was given other memory") from error
 
 
@@ -320,14 +295,6 @@ def flat_of(block: Block) -> "torch.Tensor":
             return empty.set_(storage, at, (block.elements,), (1,))
     text = f"the memory of these tensors on {block.device} was freed before they were cast: {block.names}"
     raise UsageError(text, hint="register() again what was given other memory")
-
-
-def settle(devices: Sequence[str]) -> None:
-    """Wait until all that was launched so far is done."""
-    for device in devices:
-        from .cuda import synchronize
-
-        synchronize(device)
 
 
 # --- Tensors that are published in another dtype: the caller's *masters*, and the buffer in which they are published.
@@ -424,7 +391,7 @@ class Casts:
 
         def look(piece: Piece) -> None:
             scratch = memoryview(bytearray(len(piece.buffer)))
-            piece.read()
+            piece.copy(to_room=True)
             self._there[piece.block.dtype, piece.block.target](piece.masters, scratch)
             found.update(dict.fromkeys(self._differing(piece, scratch)))
 
@@ -443,7 +410,7 @@ class Casts:
         with self._casting:
             pass
 
-    def _run(self, is_over: Callable[[], bool], work: "Callable[[Piece], None]", *, to_buffer: bool | None) -> None:
+    def _run(self, is_over: Callable[[], bool], work: Callable[[Piece], None], *, to_buffer: bool | None) -> None:
         """`to_buffer`: which way devices cast; None: not at all."""
         runs = [
             (index, start, min(start + RUN_ELEMENTS, block.elements))
@@ -464,27 +431,31 @@ class Casts:
 
         devices = sorted({block.device for block in self._blocks if block.device != "cpu"})
         with self._casting:
-            settle(devices)
+            for device in devices:
+                from .cuda import synchronize
+
+                synchronize(device)
             for index, memory in self._devices.items() if to_buffer is not None else ():
                 kept_to = None if to_buffer else self._kept_to.get(index)
                 cast_on_device(self._blocks[index], memory, kept_to, to_buffer=bool(to_buffer))
             in_parallel(one, runs, threads=max(1, min(core_count(), MAX_THREADS, len(runs))), name="cast")
 
-    def _piece(self, index: int, first: int, last: int, room: bytearray) -> "Piece":
+    def _piece(self, index: int, first: int, last: int, room: bytearray) -> Piece:
         block = self._blocks[index]
-        new = FORMS[block.target].size_bytes
+        old, new = FORMS[block.dtype].size_bytes, FORMS[block.target].size_bytes
         buffer = host_view(self._address + block.at + first * new, (last - first) * new, self._owner)
-        return Piece(block, first, last, clipped(self._kept_to.get(index, [(first, last)]), first, last), room, buffer)
+        kept_to = clipped(self._kept_to.get(index, [(first, last)]), first, last)
+        return Piece(block, first, last, kept_to, memoryview(room)[: (last - first) * old], buffer)
 
-    def _fill(self, piece: "Piece") -> None:
-        piece.read()
+    def _fill(self, piece: Piece) -> None:
+        piece.copy(to_room=True)
         self._there[piece.block.dtype, piece.block.target](piece.masters, piece.buffer)
 
-    def _give_back(self, piece: "Piece") -> None:
+    def _give_back(self, piece: Piece) -> None:
         self._back[piece.block.dtype, piece.block.target](piece.buffer, piece.masters)
-        piece.write()
+        piece.copy(to_room=False)
 
-    def _differing(self, piece: "Piece", cast: memoryview) -> Iterator[str]:
+    def _differing(self, piece: Piece, cast: memoryview) -> Iterator[str]:
         new, target = FORMS[piece.block.target].size_bytes, piece.block.target
         for name, start, stop in piece.block.parts_in(piece.kept_to):
             span = slice((start - piece.first) * new, (stop - piece.first) * new)
@@ -569,14 +540,7 @@ def _memory(size_bytes: int) -> tuple[int, object]:
     what = "the buffer in which tensors are published in another dtype"
     footing = Footing(size_bytes, what=what, hint=HINT)
     try:
-        try:
-            owner: object = Sealed(size_bytes, is_inherited=True)
-            address = owner.address  # type: ignore[attr-defined]
-        except Unmappable:
-            import numpy as np  # which nothing else here needs
-
-            owner = np.empty(size_bytes, np.uint8)
-            address = int(owner.ctypes.data)
+        address, owner = untouched(size_bytes, is_inherited=True)
     except MemoryError as error:
         raise HostMemoryFull(f"this process may have no {size_text(size_bytes)} for {what}", hint=HINT) from error
     for first in range(0, size_bytes, STEP_BYTES):

@@ -55,6 +55,19 @@ def loaded_torch() -> Any:
     return seen_torch()
 
 
+def dtype_name(dtype: object) -> str:
+    """By torch's names, of a dtype of torch's or numpy's or the name of one; empty for what is none."""
+    torch, numpy = seen_torch(), sys.modules.get("numpy")
+    if isinstance(dtype, str):
+        return dtype.removeprefix("torch.")
+    if torch is not None and isinstance(dtype, torch.dtype):
+        return str(dtype).removeprefix("torch.")
+    try:
+        return str(numpy.dtype(dtype).name) if numpy is not None and dtype is not None else ""
+    except TypeError:
+        return ""
+
+
 def what_helps() -> str:
     """The hint of an error that is there for want of torch."""
     return _why_not if loaded_torch() is None else INSTALL

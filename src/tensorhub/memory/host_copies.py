@@ -11,21 +11,30 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
-
 from ..protocol.errors import Closed, HostMemoryFull, InvariantViolation
 from ..protocol.manifest import Manifest
 from ..transport import sealed
 from ..transport.base import ByteStream
 from ..transport.native import load, shapes
 from ..transport.ranges import bare_addresses, table_of
-from ..transport.sealed import AT_ONCE_BYTES, Sealed, Shared, Unmappable, large_of
+from ..transport.sealed import AT_ONCE_BYTES, Sealed, Shared, large_of
 from ..transport.threads import Thread, beside_captures
 from . import streams
 from .describe import InPlace
 from .digests import ALGORITHM, MAX_THREADS, OnDevice
 from .fill import FillSink
-from .host_memory import HINT, MAX_COPIES, SPARE_BYTES, STEP_BYTES, Footing, Room, copies_that_fit, room, size_text
+from .host_memory import (
+    HINT,
+    MAX_COPIES,
+    SPARE_BYTES,
+    STEP_BYTES,
+    Footing,
+    Room,
+    copies_that_fit,
+    room,
+    size_text,
+    untouched,
+)
 from .registration import Registration
 from .streams import Freed, HostStream, Piece, core_count, in_parallel
 
@@ -477,25 +486,11 @@ def on_host(registration: Registration, look: Callable[[], Room | None] = room, 
 
     Raises `HostMemoryFull`, `MemoryError`.
     """
-    stream = _copy_stream(registration.size_bytes, look, left_bytes)
-    return _over(registration, stream, stream.pieces)
-
-
-def _copy_stream(size_bytes: int, look: Callable[[], Room | None], left_bytes: int) -> CopyStream:
+    size_bytes = registration.size_bytes
     footing = Footing(size_bytes, look, SPARE_BYTES + left_bytes)
-    address, owner = _memory(size_bytes)
+    address, owner = untouched(size_bytes, may_freeze=True)
     pieces = (Piece(0, size_bytes, address, "cpu", 0, (owner,)),) if size_bytes else ()
-    return CopyStream(pieces, footing)
-
-
-def _memory(size_bytes: int) -> tuple[int, object]:
-    """Untouched memory: its address and its owner. Raises `MemoryError`."""
-    try:
-        found = Sealed(size_bytes, may_freeze=True)
-    except Unmappable:
-        memory = np.empty(size_bytes, dtype=np.uint8)
-        return int(memory.ctypes.data), memory
-    return found.address, found
+    return _over(registration, CopyStream(pieces, footing), pieces)
 
 
 def without_memory(registration: Registration) -> Registration:
@@ -525,7 +520,6 @@ def copy_stream(
     on_chunk: Callable[[int, Sequence[memoryview], Sequence[memoryview]], None],
     *,
     is_over: Callable[[], bool] = lambda: False,
-    threads: int | None = None,
 ) -> None:
     """Copy one stream into another of the same size, in parallel. Blocks; raises `Closed` once `is_over`.
 
@@ -545,7 +539,7 @@ def copy_stream(
             )
             on_chunk(chunk, theirs, mine)
 
-    count = max(1, min(threads or min(core_count(), COPY_THREADS), len(chunks)))
+    count = min(core_count(), COPY_THREADS)
     in_parallel(one, chunks, threads=count, name="copy")
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..protocol.errors import HostMemoryFull, Unavailable, UsageError
 from ..protocol.manifest import Layout, TensorSpec, item_bytes
 from ..transport.sealed import HUGE_BYTES, Sealed, Unmappable
-from .describe import NUMPY_KINDS, loaded_torch, outside_modes, seen_torch, what_helps
+from .describe import NUMPY_KINDS, dtype_name, loaded_torch, outside_modes, seen_torch, what_helps
 from .streams import host_view
 
 _log = logging.getLogger(__name__)
@@ -110,6 +110,18 @@ class Footing:
             raise HostMemoryFull(f"{text} ({size_text(self._spare_bytes)} of that for all else)", hint=self._hint)
 
 
+def untouched(size_bytes: int, *, is_inherited: bool = False, may_freeze: bool = False) -> tuple[int, object]:
+    """Memory that readers can map, where the kernel has such: its address and its owner. Raises `MemoryError`."""
+    try:
+        found = Sealed(size_bytes, is_inherited=is_inherited, may_freeze=may_freeze)
+    except Unmappable:
+        import numpy as np  # which nothing else here needs
+
+        memory = np.empty(size_bytes, np.uint8)
+        return int(memory.ctypes.data), memory
+    return found.address, found
+
+
 def _host(proc: Path) -> Iterator[Room]:
     with suppress(OSError, ValueError, IndexError):
         for line in (proc / "meminfo").read_text().splitlines():
@@ -170,8 +182,6 @@ if TYPE_CHECKING:
     import torch
 
     type_of_array = torch.Tensor | np.ndarray[Any, np.dtype[Any]]
-    import numpy as np
-    import torch
 
     from .registration import type_of_tensor
 
@@ -295,20 +305,10 @@ def _sizes(shape: object) -> tuple[int, ...]:
 def _torch_dtype(dtype: object) -> "torch.dtype":
     import torch
 
-    found = dtype
-    if not isinstance(dtype, torch.dtype):
-        found = getattr(torch, dtype if isinstance(dtype, str) else _numpy_name(dtype), None)
+    found = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype_name(dtype), None)
     if not isinstance(found, torch.dtype):
         raise UsageError(f"dtype={dtype!r} is no dtype of torch", hint='for example torch.bfloat16, or "bfloat16"')
     return found
-
-
-def _numpy_name(dtype: object) -> str:
-    numpy = sys.modules.get("numpy")
-    try:
-        return str(numpy.dtype(dtype).name) if numpy is not None and dtype is not None else ""
-    except TypeError:
-        return ""
 
 
 def _tensor(sizes: tuple[int, ...], dtype: "torch.dtype") -> "torch.Tensor":

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-    from ..protocol.layout import Box
-
 
 # --- DTensors as a local tensor, and the boxes of a global one that lie in it.
 #
@@ -184,7 +182,7 @@ def state_of_module(
     `named` gives a tensor of the module its name, or None for one that is no part of the model.
     """
     asked = _asked(module)  # first: it puts FSDP2's shards back
-    called = named or _as_it_is
+    called: Callable[[str], str | None] = named or str
     found = {public: each for name, each in _raw(module) if (public := called(name)) is not None}
     state = {public: (name, each) for name, each in asked.items() if (public := called(name)) is not None}
     others = _beyond(module, state, found)
@@ -204,10 +202,6 @@ def state_of_module(
         text = f"{name} has neither parameters nor persistent buffers{left}"
         raise UsageError(text, hint="register a module with weights")
     return kept
-
-
-def _as_it_is(name: str) -> str | None:
-    return name
 
 
 def names_left_out(leave_out: object, names: "Iterable[str]") -> set[str]:
@@ -327,11 +321,6 @@ def _span(tensor: "torch.Tensor") -> "tuple[int, int] | None":
     return tensor.data_ptr(), tensor.data_ptr() + reach * tensor.element_size()
 
 
-def _tensors(module: "torch.nn.Module") -> "Iterator[tuple[str, torch.Tensor]]":
-    for name, tensor in _raw(module):
-        yield name, _local(tensor)
-
-
 def _raw(module: "torch.nn.Module") -> "Iterator[tuple[str, torch.Tensor]]":
     import torch
 
@@ -339,10 +328,7 @@ def _raw(module: "torch.nn.Module") -> "Iterator[tuple[str, torch.Tensor]]":
         for prefix, part in parts_of_module(module):
             before = f"{prefix}." if prefix else ""
             passing = part._non_persistent_buffers_set
-            for (
-                name,
-                parameter,
-            ) in part._parameters.items():  # methods that list them may be overridden
+            for name, parameter in part._parameters.items():  # methods that list them may be overridden
                 if parameter is not None:
                     yield before + name, parameter
             for name, buffer in part._buffers.items():
@@ -351,11 +337,7 @@ def _raw(module: "torch.nn.Module") -> "Iterator[tuple[str, torch.Tensor]]":
 
 
 def _local(tensor: "torch.Tensor") -> "torch.Tensor":
-    loaded = sys.modules.get("torch.distributed.tensor")
-    if loaded is not None and isinstance(tensor, loaded.DTensor):
-        local: torch.Tensor = tensor.to_local()
-        return local
-    return tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def is_dtensor(tensor: object) -> bool:
@@ -399,62 +381,57 @@ class Facts(NamedTuple):
 
 
 class Held:
-    """A module whose tensors are registered, and what they were then."""
+    """What of a module, or a mapping, is registered."""
 
-    def __init__(
-        self,
-        module: "torch.nn.Module",
-        tensors: "dict[str, torch.Tensor]",
-        several: Modules | None = None,
-    ) -> None:
-        """`several`: of which the module was made."""
-        self._module = weakly(module) if several is None else several.whole
-        self._left_out = {name for name, _ in _raw(module)} - tensors.keys()
+    def __init__(self, kind: str, now: "Callable[[], dict[str, Facts | None] | None]") -> None:
+        """`now` says what is there under each name; None once the module is gone. `kind` is for errors."""
+        self.kind = kind
+        self._now = now
         with plainly():
-            self._known = {name: _facts(tensor) for name, tensor in tensors.items()}
+            self._known = now() or {}
 
     def replaced(self) -> list[str]:
-        """Each tensor that the module has, or had, and that is not the registered one: its name, and what it is now."""
-        module = self._module()
-        if module is None:
-            return []
+        """Each tensor that is there, or was, and is not the registered one: its name, and what it is now."""
         with plainly():
-            found = {name: _facts(tensor) for name, tensor in _tensors(module) if name not in self._left_out}
-        if found == self._known:
+            found = self._now()
+        if found is None or found == self._known:
             return []
         wrong = [_difference(name, known, found.get(name)) for name, known in self._known.items()]
         wrong += [f"{name!r} was not there" for name in found if name not in self._known]
         return [each for each in wrong if each]
 
 
-class HeldMapping:
-    """A mapping whose tensors are registered, and which those were."""
+def held_module(module: "torch.nn.Module", tensors: "dict[str, torch.Tensor]", several: Modules | None = None) -> Held:
+    """A module with the tensors that are registered. `several`: of which the module was made."""
+    left_out = {name for name, _ in _raw(module)} - tensors.keys()
+    alive = weakly(module) if several is None else several.whole
 
-    def __init__(self, tensors: "Mapping[str, object]", registered: "Iterable[tuple[str, object]]") -> None:
-        """`registered` are those that it has given. One that it makes anew each time it is asked is never the same."""
-        self._tensors = weakly(tensors)
-        with plainly():
-            known = {name: (tensor, _facts_of_any(tensor)) for name, tensor in registered}
-            self._known = {name: each for name, each in known.items() if self._is_still(name, *each)}
+    def now() -> "dict[str, Facts | None] | None":
+        found = alive()
+        if found is None:
+            return None
+        return {name: _facts(_local(tensor)) for name, tensor in _raw(found) if name not in left_out}
 
-    @property
-    def kind(self) -> str:
-        """What it is called in errors."""
-        return "dict" if isinstance(self._tensors(), dict) else "mapping"
+    return Held("module", now)
 
-    def replaced(self) -> list[str]:
-        """Each name that means another tensor by now, and what that is."""
-        tensors = self._tensors()
-        if tensors is None:
-            return []
-        with plainly():
-            changed = [name for name, each in self._known.items() if not self._is_still(name, *each)]
-            return [_difference(name, self._known[name][1], _facts_of_any(tensors.get(name))) for name in changed]
 
-    def _is_still(self, name: str, known: object, facts: "Facts | None") -> bool:
-        tensors = self._tensors()
-        now = known if tensors is None else tensors.get(name, known)
-        return now is known or _facts_of_any(now) == facts
+def held_mapping(tensors: "Mapping[str, object]", registered: "Iterable[tuple[str, object]]") -> Held:
+    """A mapping that has given these tensors. One that it makes anew each time it is asked is not compared."""
+    alive = weakly(tensors)
+    with plainly():
+        known = {name: (tensor, _facts_of_any(tensor)) for name, tensor in registered}
+
+    def now() -> "dict[str, Facts | None] | None":
+        found = alive()
+        if found is None:
+            return None
+        its = ((name, found.get(name, tensor), tensor, facts) for name, (tensor, facts) in known.items())
+        return {name: facts if given is tensor else _facts_of_any(given) for name, given, tensor, facts in its}
+
+    with plainly():
+        first = now() or {}
+    known = {name: each for name, each in known.items() if first.get(name, each[1]) == each[1]}
+    return Held("dict" if isinstance(tensors, dict) else "mapping", now)
 
 
 def _facts_of_any(tensor: Any) -> "Facts | None":

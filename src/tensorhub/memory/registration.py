@@ -28,10 +28,11 @@ from .cast import Casts, cast
 from .describe import NAMES_SHOWN, Described, InPlace, describe_all, outside_modes, some
 from .modules import (
     Held,
-    HeldMapping,
     Modules,
     Nested,
     boxes_of_module,
+    held_mapping,
+    held_module,
     is_dtensor,
     is_module,
     modules_of,
@@ -76,7 +77,7 @@ class Registration:
     boxes: bytes = b""  # the same, encoded
     is_partial: bool = False  # True where the caller said that they are a part of the model
     shares: tuple[str, str] | None = None  # which boxes share memory, so that nothing can fill them; and a hint
-    _held: Held | HeldMapping | None = None  # whose tensors they are, where that is known
+    _held: Held | None = None  # whose tensors they are, where that is known
     given: tuple[Callable[[], object], object, object, object] | None = (
         None  # by the caller: tensors, dtypes, boxes, what is left out
     )
@@ -118,11 +119,12 @@ class Registration:
     def check_in_place(self, whose: str) -> None:
         """The module, or mapping, and the tensors still are what was registered, else `UsageError` names them."""
         replaced = self.replaced()
-        if replaced:
+        if self._held is not None and replaced:
             more = f"; and {len(replaced) - NAMES_SHOWN} more" if len(replaced) > NAMES_SHOWN else ""
-            what = self._held.kind if isinstance(self._held, HeldMapping) else "module"
-            text = f"the {what} of {whose} no longer holds what was registered: {'; '.join(replaced[:NAMES_SHOWN])}"
-            raise UsageError(text + more, hint=IN_PLACE)
+            named = "; ".join(replaced[:NAMES_SHOWN]) + more
+            raise UsageError(
+                f"the {self._held.kind} of {whose} no longer holds what was registered: {named}", hint=IN_PLACE
+            )
         moved = self.moved() + (self.casts.moved() if self.casts is not None else [])
         if moved:
             text = f"tensors of {whose} no longer are the registered memory: {some(moved)}"
@@ -268,7 +270,7 @@ def _register(
         devices=tuple(sorted({facts.device for facts in described})),
         _in_place=InPlace([facts for facts, _ in kept], [tensor for _, tensor in kept]),
         casts=casts,
-        _held=HeldMapping(flat, given_items),
+        _held=held_mapping(flat, given_items),
         given=(weakly(tensors), dtype, given_boxes, leave_out),
         table=table,
         boxes=encoded,
@@ -291,7 +293,9 @@ def _register_module(
     if boxes is not None:
         known = boxes_of_module(module)
         boxes = {**{name: each for name, each in known.items() if name in found}, **boxes}
-    return replace(_register(found, dtype, boxes, partial=partial), _held=Held(module, found, several), given=given)
+    return replace(
+        _register(found, dtype, boxes, partial=partial), _held=held_module(module, found, several), given=given
+    )
 
 
 def _boxed(
@@ -319,13 +323,6 @@ def place(described: Sequence[Described]) -> tuple[list[int], list[Piece]]:
     pieces: list[Piece] = []
     at = 0
     for members in blocks:
-        if len(members) == 1:  # nearly always
-            facts = described[members[0]]
-            offsets[members[0]] = at
-            stop = at + facts.size_bytes
-            pieces.append(Piece(at, stop, facts.address, facts.device, facts.storage, (facts.owner,)))
-            at = stop
-            continue
         address = min(described[index].address for index in members)
         end = max(described[index].address + described[index].size_bytes for index in members)
         for index in members:

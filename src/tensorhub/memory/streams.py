@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from itertools import repeat
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -98,10 +98,6 @@ class HostStream:
     @property
     def size_bytes(self) -> int:
         return self._size_bytes
-
-    @property
-    def piece_count(self) -> int:
-        return len(self._views)
 
     def addresses(self) -> Addresses:
         """All of its memory, for transports that hand it to the kernel."""
@@ -560,53 +556,33 @@ def in_parallel(work: Callable[[T], V], items: Sequence[T], *, threads: int, nam
 
     This thread is one of them, so that all is done where no other can be started.
     """
-    shared = _Shared(work, items)
+    found: dict[int, V] = {}
+    failed: dict[int, BaseException] = {}
+    places = iter(range(len(items)))  # each thread takes the next one: under the interpreter's lock
+
+    def run() -> None:
+        for at in places:
+            if failed:
+                return
+            try:
+                found[at] = work(items[at])
+            except BaseException as error:  # noqa: BLE001 it is raised where all of it was asked for
+                failed[at] = error
+
     helpers: list[Thread] = []
     for number in range(1, min(threads, len(items))):
-        helper = Thread(shared.run, name=f"tensorhub-{name}_{number}")
+        helper = Thread(run, name=f"tensorhub-{name}_{number}")
         try:
             helper.start()
         except (RuntimeError, MemoryError):
             break
         helpers.append(helper)
-    shared.run()
+    run()
     for helper in helpers:
         helper.join()
-    return shared.result()
-
-
-class _Shared(Generic[T, V]):
-    """Items that each thread takes one of, as long as there are any and none has failed."""
-
-    def __init__(self, work: Callable[[T], V], items: Sequence[T]) -> None:
-        self._work, self._items = work, items
-        self._found: dict[int, V] = {}
-        self._error: BaseException | None = None
-        self._next = 0
-        self._lock = threading.Lock()
-
-    def run(self) -> None:
-        """In each of the threads."""
-        while (at := self._take()) is not None:
-            try:
-                self._found[at] = self._work(self._items[at])
-            except BaseException as error:  # noqa: BLE001 it is raised where all of it was asked for
-                with self._lock:
-                    self._error = self._error or error
-
-    def _take(self) -> int | None:
-        with self._lock:
-            if self._error is not None or self._next == len(self._items):
-                return None
-            self._next += 1
-            return self._next - 1
-
-    def result(self) -> list[V]:
-        """Once all threads have ended."""
-        error, self._error = self._error, None
-        if error is None:
-            return [self._found[at] for at in range(len(self._items))]
-        try:
-            raise error
-        finally:
-            del error  # it knows this frame
+    try:
+        if failed:
+            raise next(iter(failed.values()))
+    finally:
+        failed.clear()  # their tracebacks know this frame
+    return [found[at] for at in range(len(items))]

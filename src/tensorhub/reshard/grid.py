@@ -118,9 +118,6 @@ class BoxTable:
     item: Ints  # [tensors] bytes of one element
     alias_of: Ints  # [boxes] the first row with the same memory; its own where there is none
 
-    def __repr__(self) -> str:
-        return f"<BoxTable of {len(self)} boxes of {len(self.tensors)} tensors>"
-
     def __len__(self) -> int:
         return len(self.tensor)
 
@@ -249,9 +246,6 @@ class Grid:
     cuts: Ints  # of one kind after the other, and of one dimension after the other
     starts: Ints  # [kinds, dimensions] where its cuts begin in `cuts`
     cells: Ints  # [kinds, dimensions] intervals between cuts
-
-    def __repr__(self) -> str:
-        return f"<Grid of {self.tile_count} tiles of {len(self.tensors)} tensors>"
 
     @property
     def dimensions(self) -> int:

@@ -395,9 +395,6 @@ class TiledVersion:
         default_factory=list
     )  # one, once it is known: digests of the tiles that lie here in part
 
-    def __repr__(self) -> str:
-        return f"<{len(self.tiles)} tiles of {self.size_bytes} B>"
-
     @property
     def chunk_count(self) -> int:
         return chunk_count(self.size_bytes, self.chunk_bytes)

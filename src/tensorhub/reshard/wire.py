@@ -27,7 +27,6 @@ from ..protocol.manifest import (
     item_bytes,
 )
 from ..protocol.names import MAX_TEXT, Digest, Undecodable, decoded
-from ..transport.base import Export, Progress
 from .grid import (
     MAX_SEGMENTS,
     BoxTable,
@@ -351,8 +350,3 @@ def publish_cut(registration: Registration, tiles: Tiles, *, salt: str = "", met
     layout, grid = layout_digest(tiles.table), grid_digest(tiles.grid)
     manifest = TileManifest(layout, grid, algorithm, len(tiles), digests, salt, metadata)
     return Cut(tiles.table, tiles.grid, manifest)
-
-
-def export_of(key: str, cut: Cut, registration: Registration, chunk_bytes: int, progress: Progress) -> Export:
-    """For any transport. `progress` is by chunks of the stream, as that of every export."""
-    return Export(key, cut.encode(), chunk_bytes, registration.stream, progress)
