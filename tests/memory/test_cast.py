@@ -143,17 +143,6 @@ def test_layout_and_bytes_are_those_of_tensors_of_that_dtype(
         assert torch.equal(storage, torch.where(is_ours, old.to(torch_dtype(target)).float(), 0))
 
 
-def test_by_name_and_what_is_not_cast_lies_where_it_lay(image: Image) -> None:
-    tensors = {"w": torch.randn(8), "norm": torch.randn(3), "steps": torch.arange(4)}
-    registration = register(tensors, dtype={"w": torch.bfloat16})
-    assert [spec.dtype for spec in registration.layout.tensors] == ["bfloat16", "float32", "int64"]
-    casts_of(registration).fill()
-    tensors["norm"] += 1
-    assert torch.equal(published(registration, "norm", image(registration)), tensors["norm"])
-    assert torch.equal(published(registration, "w", image(registration)), tensors["w"].bfloat16())
-    assert [spec.dtype for spec in register(tensors, dtype="bfloat16").layout.tensors][2] == "int64"
-
-
 def test_numpy_masters_with_torchs_dtypes(image: Image) -> None:
     array = np.linspace(-1, 1, 1001, dtype=np.float32)
     registration = register({"w": array}, dtype="bfloat16")

@@ -17,7 +17,6 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, Protocol, runtime_checkable
 
@@ -178,7 +177,8 @@ class InPlaceDigests:
     def __init__(self, stream: ByteStream, chunk_bytes: int) -> None:
         self._stream = stream
         self._chunk_bytes = chunk_bytes
-        self._asked: list[_Asked] = []
+        self._asked: list[int] = []
+        self._found: dict[int, bytes] = {}  # for other threads; empty where the device could not
         self._is_busy = False
         self._changed = threading.Condition()
 
@@ -198,33 +198,23 @@ class InPlaceDigests:
 
     def _of_device(self, chunk: int) -> bytes:
         """Empty where the device could not."""
-        mine = _Asked(chunk)
         with self._changed:
-            self._asked.append(mine)
-            self._changed.wait_for(lambda: mine.found is not None or not self._is_busy)
-            if mine.found is not None:
-                return mine.found
+            self._asked.append(chunk)
+            self._changed.wait_for(lambda: chunk in self._found or not self._is_busy)
+            if chunk in self._found:
+                return self._found.pop(chunk)
             its, self._asked, self._is_busy = self._asked, [], True
         found: dict[int, bytes] = {}
         try:
             assert isinstance(self._stream, OnDevice), "a device's digest of memory that is on none"
             with suppress(Freed):  # each thread finds out whether its own chunk was
-                found = self._stream.device_digests(self._chunk_bytes, [one.chunk for one in its])
+                found = self._stream.device_digests(self._chunk_bytes, its)
         finally:
             with self._changed:
-                for one in its:
-                    one.found = found.get(one.chunk, b"")
+                self._found.update({one: found.get(one, b"") for one in its if one != chunk})
                 self._is_busy = False
                 self._changed.notify_all()
-        return mine.found or b""
-
-
-@dataclass(eq=False)
-class _Asked:
-    """One thread's question."""
-
-    chunk: int
-    found: bytes | None = None  # empty where the device could not
+        return found.get(chunk, b"")
 
 
 def _each_digest(stream: ByteStream, chunk_bytes: int, gone: list[int], threads: int = MAX_THREADS) -> list[bytes]:

@@ -13,7 +13,7 @@ import xxhash
 
 from ..memory import streams
 from ..memory.describe import some
-from ..memory.digests import NO_ALGORITHM, freed
+from ..memory.digests import ALGORITHM, freed
 from ..memory.host_copies import COPY_THREADS
 from ..memory.registration import Registration
 from ..memory.streams import Freed, addresses_of, copy, copy_pieces, core_count, in_parallel
@@ -266,8 +266,8 @@ def derive_manifest(tiles: Tiles, sources: Sequence[Source], *, layout: Digest, 
     if len(facts) != 1:
         raise UsageError(f"the sources' manifests are not of one version: {facts}")
     algorithm, salt, metadata = facts[0]
-    if algorithm == NO_ALGORITHM:
-        return TileManifest(layout, grid, algorithm, len(tiles), b"", salt, metadata)
+    if algorithm != ALGORITHM:
+        raise UsageError(f"the digests of this version's tiles are {algorithm!r}, which is unknown here")
     wanted = wanted_by(tiles)
     digests = np.zeros(len(wanted.number), f"V{DIGEST_BYTES}")
     known_from = np.full(len(wanted.number), -1)
@@ -364,61 +364,55 @@ def tile_digests(registration: Registration, tiles: Tiles) -> bytes:
     registration.settle()
     chunks, found = chunks_of(tiles), np.zeros((len(tiles), DIGEST_BYTES), np.uint8)
     is_dense = (chunks.stop - chunks.start <= SPREAD * chunks.size_bytes) & (load.library() is not None)
-    work = _Hashing(registration, tiles, int(np.max((chunks.stop - chunks.start)[is_dense], initial=0)))
+    most_bytes = int(np.max((chunks.stop - chunks.start)[is_dense], initial=0))
+    gone: list[int] = []  # a byte of each piece of memory that was not there any more
+    rooms = threading.local()
 
     def one(chunk: int) -> None:
         mine = chunks.order[chunks.first[chunk] : chunks.first[chunk + 1]]
-        found[mine] = work.near(mine) if is_dense[chunk] else np.concatenate([work.spread(int(tile)) for tile in mine])
+        try:
+            if is_dense[chunk]:
+                if not hasattr(rooms, "mine"):
+                    rooms.mine = np.empty(most_bytes, np.uint8)
+                found[mine] = _near(registration.stream, tiles.only(mine), rooms.mine)
+            else:
+                for tile in mine[:, None]:
+                    found[tile] = _spread(registration.stream, tiles.only(tile))
+        except Freed as error:
+            gone.append(error.at)
 
     in_parallel(one, range(len(chunks)), threads=2, name="digest")
-    if work.gone:
+    if gone:
         raise UsageError(
-            f"the memory of these tensors was freed while they were hashed: {some(freed(registration, work.gone))}",
+            f"the memory of these tensors was freed while they were hashed: {some(freed(registration, gone))}",
             hint="register() again what was given other memory, and free it only after unpublish()",
         )
     return found[tied_tiles(tiles)].tobytes()
 
 
-class _Hashing:
-    """Digests of some tiles. Called from several threads, each with room of its own."""
+def _near(stream: ByteStream, tiles: Tiles, room: Bytes) -> Bytes:
+    """Digests of tiles that lie near each other: their memory is copied as it lies."""
+    library, copies = load.library(), _gathering(tiles)
+    assert library is not None, "the mover hashes rows"
+    first, last = copies.extent(SOURCE)
+    with stream.reading(first, last) as views:
+        here = Addresses.of_ranges([(room.ctypes.data, last - first)], first)
+        copy(addresses_of(stream, views, first), here, first, last)
+    rows = copies.rows[:, THEIRS]
+    rows[:, 0] -= first
+    placed = Placed(Rows.checked(words(rows), last - first), Addresses.of_ranges([(room.ctypes.data, last - first)]))
+    ends = words(starts_of(tiles.size_bytes))
+    out = ctypes.create_string_buffer(len(tiles) * DIGEST_BYTES)
+    is_whole = library.digest_tiles(placed.table, ends.buffer_info()[0], len(tiles), out)
+    assert is_whole, "rows that are not those of their tiles"
+    return np.frombuffer(out.raw, np.uint8).reshape(-1, DIGEST_BYTES)
 
-    def __init__(self, registration: Registration, tiles: Tiles, most_bytes: int) -> None:
-        self.gone: list[int] = []  # a byte of each piece of memory that was not there any more
-        self._stream = registration.stream
-        self._tiles = tiles
-        self._most_bytes = most_bytes
-        self._rooms = threading.local()
 
-    def near(self, tiles: Ints) -> Bytes:
-        """Of tiles that lie near each other: their memory is copied as it lies."""
-        copies = _gathering(self._tiles.only(tiles))
-        first, last = copies.extent(SOURCE)
-        room = self._room(self._most_bytes)
-        try:
-            with self._stream.reading(first, last) as views:
-                here = Addresses.of_ranges([(room.ctypes.data, last - first)], first)
-                copy(addresses_of(self._stream, views, first), here, first, last)
-        except Freed as error:
-            self.gone.append(error.at)
-            return np.zeros((len(tiles), DIGEST_BYTES), np.uint8)
-        return _digests_in(room[: last - first], first, self._tiles.only(tiles), copies)
-
-    def spread(self, tile: int) -> Bytes:
-        """Of one whose memory lies between much else: only its own runs are copied."""
-        mine = self._tiles.only(np.array([tile]))
-        room = self._room(int(mine.size_bytes[0]))[: mine.size_bytes[0]]
-        try:
-            copy_runs(self._stream, _gathering(mine), room)
-        except Freed as error:
-            self.gone.append(error.at)
-            return np.zeros((1, DIGEST_BYTES), np.uint8)
-        return np.frombuffer(xxhash.xxh3_128_digest(room.data), np.uint8)[None]
-
-    def _room(self, size_bytes: int) -> Bytes:
-        if not hasattr(self._rooms, "mine") or self._rooms.mine.nbytes < size_bytes:
-            self._rooms.mine = np.empty(size_bytes, np.uint8)
-        found: Bytes = self._rooms.mine
-        return found
+def _spread(stream: ByteStream, tile: Tiles) -> Bytes:
+    """The digest of one whose memory lies between much else: only its own runs are copied."""
+    room = np.empty(int(tile.size_bytes[0]), np.uint8)
+    copy_runs(stream, _gathering(tile), room)
+    return np.frombuffer(xxhash.xxh3_128_digest(room.data), np.uint8)
 
 
 def _gathering(tiles: Tiles) -> Copies:
@@ -427,22 +421,6 @@ def _gathering(tiles: Tiles) -> Copies:
     packed = row_major(tiles.size) * item[:, None]
     target = (np.zeros_like(item), packed)
     return copies_of(tiles.size, item, tiles.offset, tiles.strides, *target, np.arange(len(tiles)))
-
-
-def _digests_in(memory: Bytes, first: int, tiles: Tiles, copies: Copies) -> Bytes:
-    """Of tiles in memory that begins at byte `first` of their stream."""
-    library = load.library()
-    assert library is not None, "the mover hashes rows"
-    rows = copies.rows[:, THEIRS]
-    rows[:, 0] -= first
-    placed = Placed(
-        Rows.checked(words(rows), memory.nbytes), Addresses.of_ranges([(memory.ctypes.data, memory.nbytes)])
-    )
-    ends = words(starts_of(tiles.size_bytes))
-    out = ctypes.create_string_buffer(len(tiles) * DIGEST_BYTES)
-    is_whole = library.digest_tiles(placed.table, ends.buffer_info()[0], len(tiles), out)
-    assert is_whole, "rows that are not those of their tiles"
-    return np.frombuffer(out.raw, np.uint8).reshape(-1, DIGEST_BYTES)
 
 
 # --- What a reader fetches: which tile from which source, and as which strided copies.

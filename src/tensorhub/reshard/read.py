@@ -12,7 +12,6 @@ import numpy as np
 import xxhash
 from numpy.lib.stride_tricks import as_strided
 
-from ..memory.digests import Verify
 from ..memory.fill import Fill
 from ..memory.registration import Registration
 from ..protocol.errors import (
@@ -67,6 +66,7 @@ class Leg:
     """One read from one source. Its chunks are batches of tiles."""
 
     is_cross_site = False
+    is_checking = True
 
     def __init__(self, fill: "Across", source: Source, number: int, plan: Plan, order: Order, mine: Ints) -> None:
         """`mine` says which of all tiles of the reader those of the plan are."""
@@ -79,8 +79,7 @@ class Leg:
         self._progress = Progress(len(order.batches))
         self._accepted: dict[int, memoryview] = {}  # batches that are right, on their way to their places
         slots = plan.tiles.slot[plan.tile[order.fetches]]
-        known = np.frombuffer(fill.manifest.digests, f"V{DIGEST_BYTES}") if fill.is_checking else None
-        self._digests = known[slots].tobytes() if known is not None else None
+        self._digests = np.frombuffer(fill.manifest.digests, f"V{DIGEST_BYTES}")[slots].tobytes()
         by_fetch = np.argsort(plan.fetch_of, kind="stable")
         self._filled = mine[by_fetch]  # by each fetch
         self._ends = np.searchsorted(plan.fetch_of[by_fetch], np.stack([order.fetches, order.fetches + 1]))
@@ -117,10 +116,6 @@ class Leg:
     @property
     def batches(self) -> Batches:
         return self._order.batches
-
-    @property
-    def is_checking(self) -> bool:
-        return self._fill.is_checking
 
     @property
     def stream(self) -> "Leg":
@@ -169,7 +164,7 @@ class Leg:
         data = memoryview(b"".join(views))
         if len(data) != self.batches.bounds[chunk + 1] - start:
             raise CorruptTransfer(f"a batch from {self.source.name} came with {len(data)} B")
-        for tile in range(*scatter.first_tile[chunk : chunk + 2]) if self._digests is not None else ():
+        for tile in range(*scatter.first_tile[chunk : chunk + 2]):
             rows = range(*scatter.first_turn[tile : tile + 2])
             own = b"".join(_rows_in(data, *scatter.turns[ROW_WORDS * row : ROW_WORDS * (row + 1)]) for row in rows)
             found = xxhash.xxh3_128_digest(own or data[scatter.tiles[tile] - start : scatter.tiles[tile + 1] - start])
@@ -204,7 +199,6 @@ class Leg:
         )
 
     def _announced(self, tile: int) -> bytes:
-        assert self._digests is not None, "nothing is checked"
         return self._digests[DIGEST_BYTES * tile : DIGEST_BYTES * (tile + 1)]
 
 
@@ -244,20 +238,19 @@ class Across(Fill):
         tiles: Tiles,
         manifest: TileManifest,
         *,
-        verify: Verify = "full",
         on_stored: Callable[[int], None] | None = None,
         batch_bytes: int = BATCH_BYTES,
         chunk_bytes: int = BAND_BYTES,
     ) -> None:
         """Progress is by chunks of so many bytes of the stream, as that of every export."""
-        super().__init__(registration, verify, on_stored)
+        super().__init__(registration, "full", on_stored)
         self.check_algorithm(manifest.algorithm)
         self.tiles = tiles
         self.manifest = manifest
         self._batch_bytes = batch_bytes
-        self._spread = _by_stream(tiles, chunk_bytes)
-        self.progress = Progress(self._spread.count)
-        self._left = np.bincount(self._spread.chunk, minlength=self._spread.count)  # tiles of each chunk
+        count, self._first_chunk, self._chunk = _by_stream(tiles, chunk_bytes)
+        self.progress = Progress(count)
+        self._left = np.bincount(self._chunk, minlength=count)  # tiles of each chunk
         for empty in np.flatnonzero(self._left == 0).tolist():  # what is in no box is there
             self.progress.mark(empty)
         self._is_open = np.ones(len(tiles), np.bool_)  # neither there nor on its way
@@ -328,7 +321,7 @@ class Across(Fill):
             with self._lock:
                 self.check()
                 self._missing -= len(tiles)
-                chunks = self._spread.of(tiles)
+                chunks = self._chunk[ranges_of(self._first_chunk[:-1], self._first_chunk[1:], tiles)]
                 touched = np.unique(chunks)
                 np.subtract.at(self._left, chunks, 1)
                 done = touched[self._left[touched] == 0].tolist()
@@ -343,30 +336,15 @@ class Across(Fill):
             progress.mark_all(batches)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class _Spread:
-    """In which chunks each tile lies; an alias in none, for it needs no bytes."""
-
-    count: int  # of chunks
-    first: Ints  # [tiles + 1]
-    chunk: Ints
-
-    def of(self, tiles: Ints) -> Ints:
-        """The chunks of these tiles, one after another."""
-        lengths = self.first[tiles + 1] - self.first[tiles]
-        found: Ints = self.chunk[np.repeat(self.first[tiles], lengths) + ranks_of(lengths)]
-        return found
-
-
-def _by_stream(tiles: Tiles, chunk_bytes: int) -> _Spread:
-    """Chunks of equal length: a tile lies in all that its memory reaches into."""
+def _by_stream(tiles: Tiles, chunk_bytes: int) -> tuple[int, Ints, Ints]:
+    """Chunks of equal length: how many, and in which each tile lies, behind the first of it. An alias lies in none."""
     start = tiles.offset
     stop = start + spans(tiles.size, tiles.strides, tiles.item)
     is_own = tiles.table.alias_of[tiles.box] == tiles.box
     low = start // chunk_bytes
     lengths = np.where(is_own & (stop > start), (stop - 1) // chunk_bytes - low + 1, 0)
     count = -(-tiles.table.size_bytes // chunk_bytes)
-    return _Spread(count, starts_of(lengths), np.repeat(low, lengths) + ranks_of(lengths))
+    return count, starts_of(lengths), np.repeat(low, lengths) + ranks_of(lengths)
 
 
 # --- A version of one shard, cut into tiles, as a worker holds, serves, copies or fills it.

@@ -14,7 +14,7 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 
-from ..memory.digests import ALGORITHM, NO_ALGORITHM
+from ..memory.digests import ALGORITHM
 from ..memory.registration import Registration
 from ..protocol.errors import CorruptTransfer, LayoutMismatch, UsageError
 from ..protocol.layout import MAX_EXTENT, GlobalTensor
@@ -338,15 +338,13 @@ def _checked(data: bytes, expected: Digest) -> tuple[_Wire, TileManifest]:
     return found, manifest
 
 
-def publish_cut(registration: Registration, tiles: Tiles, *, salt: str = "", metadata: bytes = b"") -> Cut:
+def publish_cut(registration: Registration, tiles: Tiles, *, metadata: bytes = b"") -> Cut:
     """What is registered now, tile by tile. Blocks. The tensors must not be written meanwhile.
 
-    With a `salt` nothing is read and no digest made. Raises `UsageError` naming tensors whose memory was freed.
+    Raises `UsageError` naming tensors whose memory was freed.
     """
     if not tiles.is_whole.all():
         raise UsageError("a layout whose boundaries are no cuts of the grid has tiles that it holds only in part")
-    algorithm = NO_ALGORITHM if salt else ALGORITHM
-    digests = b"" if salt else tile_digests(registration, tiles)
-    layout, grid = layout_digest(tiles.table), grid_digest(tiles.grid)
-    manifest = TileManifest(layout, grid, algorithm, len(tiles), digests, salt, metadata)
+    layout, grid, digests = layout_digest(tiles.table), grid_digest(tiles.grid), tile_digests(registration, tiles)
+    manifest = TileManifest(layout, grid, ALGORITHM, len(tiles), digests, "", metadata)
     return Cut(tiles.table, tiles.grid, manifest)

@@ -694,7 +694,6 @@ class TilePlane:
             content.registration,
             tiled.tiles,
             tiled.cut.manifest,
-            verify=data.verify,
             on_stored=lambda _: self._stored(held()),
             chunk_bytes=tiled.chunk_bytes,
         )
