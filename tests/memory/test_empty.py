@@ -131,11 +131,11 @@ def test_memory_that_was_given_back_asks_for_no_more_than_the_first(monkeypatch)
     monkeypatch.setattr(module, "_arenas", arenas)
     for _ in range(5):
         tensor = empty(1000)
-        assert arenas._current.size_bytes == module.ARENA_BYTES
+        assert arenas.size_bytes == module.ARENA_BYTES
         del tensor
         gc.collect()
     kept = empty(1000), empty(module.ARENA_BYTES // 4)  # which has no room behind the first
-    assert arenas._current.size_bytes == 2 * module.ARENA_BYTES
+    assert arenas.size_bytes == 2 * module.ARENA_BYTES
     del kept
 
 

@@ -238,24 +238,19 @@ def check(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: list[
 SHAPES = ((7, 5), (8, 4), (2, 3))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dim", [0, 1, -1])
-def test_shards_uneven_and_empty(shape: tuple[int, ...], dim: int) -> None:
-    check(shape, (4,), [Shard(dim)])
+KINDS = (Shard(0), Shard(1), Replicate())
+CUTS = [
+    *((shape, (4,), [Shard(dim)]) for shape in SHAPES for dim in (0, 1, -1)),
+    *((shape, (2, 3), list(placements)) for shape in SHAPES for placements in product(KINDS, KINDS)),
+    *(((rows, 2), (3,), [_StridedShard(0, split_factor=n)]) for rows in (8, 12, 9, 5, 3, 1) for n in (1, 2, 3)),
+    *(((2, rows), (2, 2), [_StridedShard(1, split_factor=2), Shard(1)]) for rows in (8, 12, 9, 5, 3, 1)),
+]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_two_dimensions_of_mesh(shape: tuple[int, ...]) -> None:
-    kinds = (Shard(0), Shard(1), Replicate())
-    for placements in product(kinds, kinds):
-        check(shape, (2, 3), list(placements))
-
-
-@pytest.mark.parametrize("rows", [8, 12, 9, 5, 3, 1])
-@pytest.mark.parametrize("factor", [1, 2, 3])
-def test_every_so_manyth_piece(rows: int, factor: int) -> None:
-    check((rows, 2), (3,), [_StridedShard(0, split_factor=factor)])
-    check((2, rows), (2, 2), [_StridedShard(1, split_factor=2), Shard(1)])
+def test_every_element_of_every_rank_is_where_its_boxes_say() -> None:
+    """Of uneven and empty shards, in two dimensions of a mesh, and of every so manyth piece."""
+    for shape, mesh_shape, placements in CUTS:
+        check(shape, mesh_shape, placements)
 
 
 def test_fsdp_over_tensor_parallelism_is_one_box_for_each_rank() -> None:

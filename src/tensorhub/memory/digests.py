@@ -14,6 +14,7 @@ Never: change a byte, hash what a device may still be writing (`Registration.set
 """
 
 import threading
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -147,11 +148,14 @@ def changed_of(layout: Layout, manifest: Manifest, chunks: Iterable[int]) -> tup
 
 def freed(registration: Registration, offsets: Sequence[int]) -> list[str]:
     """Names of the tensors that have no memory any more, of which these bytes could not be copied."""
-    found = dict.fromkeys(registration.moved())
-    for spec in registration.layout.tensors:
-        if any(spec.offset_bytes <= at < spec.offset_bytes + spec.size_bytes for at in offsets):
-            found[spec.name] = None
-    return list(found)
+    return list(dict.fromkeys([*registration.moved(), *names_at(registration.layout, offsets)]))
+
+
+def names_at(layout: Layout, offsets: Iterable[int]) -> list[str]:
+    """Names of the tensors in which one of these bytes lies."""
+    places = sorted(offsets)
+    ranges = ((spec.name, spec.offset_bytes, spec.offset_bytes + spec.size_bytes) for spec in layout.tensors)
+    return [name for name, start, stop in ranges if bisect_left(places, start) < bisect_left(places, stop)]
 
 
 @runtime_checkable

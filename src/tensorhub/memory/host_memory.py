@@ -198,54 +198,28 @@ MAX_DIMENSIONS = 64  # as torch
 MAX_BYTES = 1 << 46
 
 
-class Arena:
-    """Memory that is given out from its beginning to its end. It lasts as long as a tensor lies in it."""
-
-    def __init__(self, memory: Sealed) -> None:
-        self.size_bytes = memory.size_bytes
-        self._memory = weakref.ref(memory)
-        self._used_bytes = 0
-
-    @property
-    def is_there(self) -> bool:
-        """Some tensor lies in it."""
-        return self._memory() is not None
-
-    def take(self, size_bytes: int) -> tuple[memoryview, Sealed, int] | None:
-        """So many bytes from the beginning of a page on, and where in which memory they begin.
-
-        None if they do not fit, or no tensor lies in it any more.
-        """
-        memory, start = self._memory(), -(-self._used_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        if memory is None or start + size_bytes > self.size_bytes:
-            return None
-        self._used_bytes = start + size_bytes
-        return host_view(memory.address + start, size_bytes, memory), memory, start
-
-
 class Arenas:
-    """The one in hand."""
+    """Memory that is given out from its beginning to its end: the arena in hand. It lasts as long as a tensor in it."""
 
     def __init__(self) -> None:
+        self.size_bytes = 0
+        self._memory: Callable[[], Sealed | None] = lambda: None
+        self._used_bytes = 0
         self._lock = threading.Lock()
-        self._current: Arena | None = None
 
     def take(self, size_bytes: int) -> tuple[memoryview, Sealed, int]:
-        """So many bytes of the arena in hand, or of a new one. Raises `Unmappable`."""
+        """So many bytes from the beginning of a page on, and where in which memory they begin. Raises `Unmappable`."""
         with self._lock:
-            found = self._current.take(size_bytes) if self._current is not None else None
-            if found is not None:
-                return found
-            is_full = self._current is not None and self._current.is_there
-            wanted = 2 * self._current.size_bytes if self._current is not None and is_full else ARENA_BYTES
-            try:
-                memory = Sealed(max(min(wanted, MAX_BYTES), size_bytes), is_inherited=True)
-            except Unmappable:  # there may be a limit on the size of files
-                memory = Sealed(size_bytes, is_inherited=True)
-            self._current = Arena(memory)
-            found = self._current.take(size_bytes)
-            assert found is not None, "a new arena is large enough"
-            return found
+            memory, start = self._memory(), -(-self._used_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+            if memory is None or start + size_bytes > self.size_bytes:
+                wanted = ARENA_BYTES if memory is None else 2 * self.size_bytes
+                try:
+                    memory = Sealed(max(min(wanted, MAX_BYTES), size_bytes), is_inherited=True)
+                except Unmappable:  # there may be a limit on the size of files
+                    memory = Sealed(size_bytes, is_inherited=True)
+                self._memory, self.size_bytes, start = weakref.ref(memory), memory.size_bytes, 0
+            self._used_bytes = start + size_bytes
+            return host_view(memory.address + start, size_bytes, memory), memory, start
 
 
 _arenas = Arenas()

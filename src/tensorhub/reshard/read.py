@@ -12,6 +12,7 @@ import numpy as np
 import xxhash
 from numpy.lib.stride_tricks import as_strided
 
+from ..memory.digests import names_at
 from ..memory.fill import Fill
 from ..memory.registration import Registration
 from ..protocol.errors import (
@@ -431,12 +432,7 @@ class TiledVersion:
 
     def names(self, tiles: Sequence[int], registration: Registration) -> list[str]:
         """The registered tensors in which these tiles lie."""
-        at = np.sort(self.tiles.offset[np.asarray(tiles, np.int64)])
-        specs = registration.layout.tensors
-        start = np.array([spec.offset_bytes for spec in specs], np.int64)
-        stop = start + np.array([spec.size_bytes for spec in specs], np.int64)
-        has_some = np.searchsorted(at, start) < np.searchsorted(at, stop)
-        return [specs[index].name for index in np.flatnonzero(has_some).tolist()]
+        return names_at(registration.layout, self.tiles.offset[np.asarray(tiles, np.int64)].tolist())
 
     def check(self, registration: Registration, what: str) -> None:
         """Raises `CorruptTransfer` unless all of it is there. Blocks."""
