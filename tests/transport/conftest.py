@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,47 +47,36 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     kit.until(lambda: kit.open_files() <= files, "no file descriptor is left")
 
 
-@pytest.fixture
-def make(kind: kit.Kind, nothing_left_behind: None) -> Iterator[Make]:
-    """Makes transports of the kind under test, and closes them at the end."""
+def closed_at_the_end(make: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
     made: list[Transport] = []
-    kit.use(kind)
 
-    def one(silence_s: float = 5.0) -> Transport:
-        made.append(kind.make(silence_s))
+    def one(*given: object, **settings: object) -> Transport:
+        made.append(make(*given, **settings))
         return made[-1]
 
     yield one
     for transport in made:
         transport.close()
+
+
+@pytest.fixture
+def make(kind: kit.Kind, nothing_left_behind: None) -> Iterator[Make]:
+    """Makes transports of the kind under test, with this silence limit."""
+    kit.use(kind)
+    yield from closed_at_the_end(lambda silence_s=5.0: kind.make(silence_s))
 
 
 @pytest.fixture
 def tcp(nothing_left_behind: None) -> Iterator[Tcp]:
-    """Makes `tcp` transports with the settings given, and closes them at the end."""
-    made: list[TcpTransport] = []
-
-    def one(**settings: object) -> TcpTransport:
-        made.append(TcpTransport(TcpSettings(**{"stream_bytes": 1024, "stream_rate_bytes_per_s": 0, **settings})))  # type: ignore[arg-type]
-        return made[-1]
-
-    yield one
-    for transport in made:
-        transport.close()
+    """Makes `tcp` transports with the settings given."""
+    usual = {"stream_bytes": 1024, "stream_rate_bytes_per_s": 0}
+    yield from closed_at_the_end(lambda **settings: TcpTransport(TcpSettings(**{**usual, **settings})))
 
 
 @pytest.fixture
 def local(nothing_left_behind: None) -> Iterator[Local]:
-    """Makes `local` transports with the settings given, and closes them at the end."""
-    made: list[LocalTransport] = []
-
-    def one(**settings: object) -> LocalTransport:
-        made.append(LocalTransport(LocalSettings(**settings)))  # type: ignore[arg-type]
-        return made[-1]
-
-    yield one
-    for transport in made:
-        transport.close()
+    """Makes `local` transports with the settings given."""
+    yield from closed_at_the_end(lambda **settings: LocalTransport(LocalSettings(**settings)))
 
 
 @pytest.fixture

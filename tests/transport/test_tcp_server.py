@@ -153,26 +153,6 @@ def test_a_malformed_request_ends_its_own_connection_only(
 # -- admission ---------------------------------------------------------------------------------------------------------
 
 
-def test_no_room_is_said_and_passes(tcp: Tcp) -> None:
-    right = content(8 * MIB)
-    source, reader = tcp(max_connections=2), tcp(streams=1)
-    source.export(full("k", right, MIB))
-    gates = [Gate(), Gate()]
-    held = [Target(right, MIB, gates={0: gate}) for gate in gates]
-    ends = [start_read(reader, source.endpoint, "k", target)[1] for target in held]
-    assert all(gate.reached.wait(DEADLINE_S) for gate in gates)
-    for _ in range(5):
-        error = read_all(reader, source.endpoint, "k", Target(right, MIB))
-        assert isinstance(error, SourceLost)
-        assert error.retryable
-        assert "all 2 connections are taken" in str(error)
-    for gate in gates:
-        gate.release.set()
-    assert [ended.wait() for ended in ends] == [None, None]
-    kit.until(lambda: source.statistics()["connections_open"] == 0, "the connections are free again")
-    assert read_all(reader, source.endpoint, "k", Target(right, MIB)) is None
-
-
 def test_a_flood_of_strangers_is_bounded_and_keeps_no_reader_out(tcp: Tcp) -> None:
     right = content(CHUNK)
     source = tcp(max_connections=4, silence_s=60.0, greet_s=60.0, token="t")
@@ -237,7 +217,7 @@ def test_readers_that_ask_for_nothing_make_room(
         kit.until(lambda: source.statistics()["connections_open"] < 4, "one of them was cut")
 
 
-def test_readers_that_wait_for_what_they_asked_for_keep_their_places(tcp: Tcp) -> None:
+def test_readers_that_wait_for_what_they_asked_for_keep_their_places_and_another_is_told_so(tcp: Tcp) -> None:
     source, progress = tcp(max_connections=2, silence_s=60.0, greet_s=0.05), Progress(2)
     source.export(Export("k", b"m", CHUNK, kit.Pieces(content(2 * CHUNK)), progress))
     with dialled(source) as first, dialled(source) as second:
@@ -247,6 +227,8 @@ def test_readers_that_wait_for_what_they_asked_for_keep_their_places(tcp: Tcp) -
             assert wire.receive_header() == (tcp_wire.WAITING, 0, 0), "it was heard"
         for _ in range(10):
             error = read_all(tcp(streams=1), source.endpoint, "k", Target(content(2 * CHUNK), CHUNK))
+            assert isinstance(error, SourceLost)
+            assert error.retryable
             assert "all 2 connections are taken" in str(error)
         progress.mark(0)
         for wire in wires:
@@ -254,6 +236,9 @@ def test_readers_that_wait_for_what_they_asked_for_keep_their_places(tcp: Tcp) -
             while kind == tcp_wire.WAITING:
                 kind, length, _ = wire.receive_header()
             assert (kind, length) == (tcp_wire.CHUNK, CHUNK)
+    progress.mark(1)
+    kit.until(lambda: source.statistics()["connections_open"] == 0, "the connections are free again")
+    assert read_all(tcp(), source.endpoint, "k", Target(content(2 * CHUNK), CHUNK)) is None
 
 
 @pytest.mark.parametrize("is_checking", [False, True])
