@@ -24,7 +24,6 @@ from tensorhub.transport.tcp.wire import (
     HEADER,
     LINGER_S,
     MAX_GONE_BYTES,
-    Silent,
     Vanished,
     Wire,
     bounded_send,
@@ -58,20 +57,6 @@ def test_what_has_come_of_a_chunk_under_way_is_seen(wires: tuple[Wire, Wire]) ->
     thread.join(DEADLINE_S)
     job.leave(reader)
     assert job.arrived_bytes == 1000
-
-
-def test_a_wait_ends_by_the_limit_or_by_a_cut(wires: tuple[Wire, Wire]) -> None:
-    wires[0].limit_waits(receive_s=0.05, send_s=0.05)
-    with pytest.raises(Silent):
-        wires[0].receive_header()
-    with pytest.raises(Silent):
-        wires[0].send([bytes(1 << 24)])
-    wires[1].limit_waits(receive_s=DEADLINE_S, send_s=DEADLINE_S)
-    cutter = threading.Thread(target=wires[1].cut)
-    cutter.start()
-    with pytest.raises(Vanished):
-        wires[1].receive_into([memoryview(bytearray(1 << 25))])  # more than was sent above
-    cutter.join(DEADLINE_S)
 
 
 LEAVERS = """

@@ -4,7 +4,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -143,22 +143,21 @@ class Progress:
         sets the flag calls `wake`.
         """
         deadline = time.monotonic() + timeout_s
-        if self._library is not None and self.marks is not None:
+        lock: AbstractContextManager[object] = self._changed if self.marks is None else nullcontext()
+        with lock:
             while True:
-                seen = self.marks.changed  # before looking: what changes from here on ends the wait
+                seen = (
+                    self.marks.changed if self.marks is not None else 0
+                )  # before looking: a later change ends the wait
                 if self._have[chunk]:
                     return True
                 remaining = deadline - time.monotonic()
                 if self._failed is not None or remaining <= 0 or (given_up is not None and given_up()):
                     return False
-                self._library.wait(self.marks, seen, remaining)
-        with self._changed:
-            while not self._have[chunk]:
-                remaining = deadline - time.monotonic()
-                if self._failed is not None or remaining <= 0 or (given_up is not None and given_up()):
-                    return False
-                self._changed.wait(remaining)
-            return True
+                if self._library is not None:
+                    self._library.wait(self.marks, seen, remaining)
+                else:
+                    self._changed.wait(remaining)
 
 
 # --- What every transport offers: memory is exported under a key, and a peer reads it chunk by chunk.
