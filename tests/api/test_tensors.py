@@ -105,7 +105,6 @@ pytestmark = pytest.mark.skipif(bool(sealed.why_not()), reason=sealed.why_not() 
 
 
 def test_it_is_mapped_and_may_be_written_to_after_the_drain(join, caplog):
-    torch = pytest.importorskip("torch")
     caplog.set_level(logging.INFO)
     theirs = {f"w{index}": tensorhub.empty((300, 1000)) for index in range(20)}
     trainer, _ = join("t", tensors=theirs)
@@ -122,7 +121,7 @@ def test_it_is_mapped_and_may_be_written_to_after_the_drain(join, caplog):
     assert all("(mapped" in way for way in ways)
 
 
-@pytest.mark.parametrize("retain", [None, 1, 2, 3])
+@pytest.mark.parametrize("retain", [None, 3])
 def test_a_trainer_far_ahead_keeps_as_many_versions_as_it_asked_for(server, join, retain):
     """And the newest one that was safe outside it, whose holder has gone: as when the only engine was stopped."""
     trainer, array = join("trainer", retain=retain)

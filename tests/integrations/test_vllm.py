@@ -207,6 +207,22 @@ def test_a_load_that_fails_half_way_is_said_refused_and_mended(server, publish, 
         assert (llm.model.w == 2).all()
 
 
+def test_a_loader_that_changes_what_it_is_given_changes_nothing_that_others_read(server, publish, make):
+    publish(1, w=torch.ones(4, 4))
+    llm = make(w=(4, 4))
+    load = llm.model.load_weights
+
+    def careless(weights):
+        for name, tensor in weights:
+            load([(name, tensor)])
+            tensor.zero_()
+
+    llm.model.load_weights = careless
+    with attach(llm, server):
+        llm.rank._way.weights.check()
+        assert (llm.model.w == 1).all()
+
+
 def test_a_rank_in_place_keeps_no_copies(server, publish, make):
     trainer = publish(1, w=torch.ones(4, 4))
     llm = make(w=(4, 4))
