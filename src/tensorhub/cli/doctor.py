@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -338,20 +338,8 @@ CAP_SYS_PTRACE = 19
 
 def machine_checks() -> list[Check]:
     """One line for each."""
-    checks: tuple[Callable[[], Check], ...] = (
-        _host,
-        _mover,
-        _reading,
-        _mapping,
-        _gpu,
-        _rdma,
-        _congestion,
-        _files,
-        _locked,
-        _shared,
-    )
     found = []
-    for check in checks:
+    for check in (_host, _mover, _reading, _mapping, _gpu, _rdma, _congestion, _files, _locked, _shared):
         try:
             found.append(check())
         except (OSError, ValueError, TensorHubError) as error:
@@ -475,7 +463,8 @@ def _files() -> Check:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     says = f"{_limit(soft)} (at most {_limit(hard)})"
     if soft != resource.RLIM_INFINITY and soft < ENOUGH_FILES:
-        return Check("open files", "note", says, f"ulimit -n {_limit(_least((ENOUGH_FILES, hard)))}")
+        wanted = ENOUGH_FILES if hard == resource.RLIM_INFINITY else min(ENOUGH_FILES, hard)
+        return Check("open files", "note", says, f"ulimit -n {wanted}")
     return Check("open files", "good", says)
 
 
@@ -495,10 +484,6 @@ def _shared() -> Check:
     free = found.f_bavail * found.f_frsize
     says = f"{size_text(free)} free of {size_text(found.f_blocks * found.f_frsize)}; not used by tensorhub itself"
     return Check("shared memory", "good" if free >= ENOUGH_SHARED else "note", says)
-
-
-def _least(values: Iterable[int]) -> int:
-    return min(value for value in values if value != resource.RLIM_INFINITY)
 
 
 def _limit(value: int) -> str:
@@ -675,17 +660,12 @@ def reader(scheme: str) -> None:
         path += f"; NIXL {probed.version}"
     ways: list[Measured] = []
     if scheme == "tcp":
-        unverified, plain = (
-            rate(KEY, is_verified=False),
-            best(partial(_read_plain, told["plain"], mine.stream), size_bytes),
-        )
+        unverified = rate(KEY, is_verified=False)
+        plain = best(partial(_read_plain, told["plain"], mine.stream), size_bytes)
         chunk_bytes = options_without_token().chunk_bytes
         hashed = best(lambda: build_manifest(mine, chunk_bytes, threads=1), size_bytes)
-        ways = [
-            ("tcp", found, unverified),
-            ("tcp without digests", unverified, plain),
-            ("host digest", hashed, bare_copy(mine)),
-        ]
+        ways = [("tcp", found, unverified), ("tcp without digests", unverified, plain)]
+        ways.append(("host digest", hashed, bare_copy(mine)))
     elif scheme in ("local", "cuda"):
         ways = [(scheme, found, copy := bare_copy(mine))]
         if MAPPED_KEY in told["roots"]:

@@ -31,6 +31,7 @@ TokenFileOption = Annotated[
         show_default="TENSORHUB_TOKEN, TENSORHUB_TOKEN_FILE, or this user's own",
     ),
 ]
+JsonOption = Annotated[bool, typer.Option("--json", metavar=NO_TYPE, help="As JSON, for programs.")]
 ModelOption = Annotated[str, typer.Option("--model", help="Only this model.", show_default=False)]
 
 
@@ -119,7 +120,7 @@ def status(
     server: ServerOption = DEFAULT_SERVER,
     token_file: TokenFileOption = "",
     model: ModelOption = "",
-    as_json: Annotated[bool, typer.Option("--json", metavar=NO_TYPE, help="As JSON, for programs.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show models, versions, replicas and shards, and who reads from whom and why."""
     from rich.console import Console
@@ -173,7 +174,7 @@ def doctor(
         ),
     ] = None,
     token_file: TokenFileOption = "",
-    as_json: Annotated[bool, typer.Option("--json", metavar=NO_TYPE, help="As JSON, for programs.")] = False,
+    as_json: JsonOption = False,
     all_: Annotated[
         bool, typer.Option("--all", metavar=NO_TYPE, help="Also a line for each thing that is well.")
     ] = False,

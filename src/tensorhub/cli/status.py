@@ -114,12 +114,7 @@ STYLES = {"holding": "green", "filling": "cyan", "withdrawing": "yellow", "poiso
 
 
 def draw_status(
-    status: Status,
-    *,
-    server: str = "",
-    model: str = "",
-    width: int = 80,
-    bars: bool = False,
+    status: Status, *, server: str = "", model: str = "", width: int = 80, bars: bool = False
 ) -> RenderableType:
     """The whole picture, or that of one model. `bars` draws progress as bars."""
     status = _plain(status)

@@ -13,6 +13,7 @@ Rules:
 It must never: copy a tensor, or publish one whose conversion is no view. That is refused by name, with the cure.
 """
 
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
@@ -136,12 +137,14 @@ def as_checkpoint(
     fixed = {**{name: name for name in state if name in given}, **renamed}
     left_out = _left_out(names.model, state)
     rest = {name: tensor for name, tensor in state.items() if name not in fixed and name not in left_out}
-    parts = _converted(names.model, rest)
+    by_source: dict[str, list[_Part]] = {}
+    for part in itertools.chain.from_iterable(_converted(names.model, rest).values()):
+        by_source.setdefault(part.source, []).append(part)
     tensors: dict[str, Any] = {}
     made: dict[str, list[tensorhub.Box]] = {}
     for name, new in fixed.items():
         _add(tensors, new, state[name])
-    for name, its in _by_source(parts).items():
+    for name, its in by_source.items():
         tensor, whole = rest[name], its[0]
         if len(its) == 1 and whole.is_all_of(tensor.shape):
             _add(tensors, whole.target, tensor)
@@ -150,7 +153,7 @@ def as_checkpoint(
             _refuse(whole.target, [name], "its conversion leaves some of it out")
         _add(tensors, name, tensor)
         made[name] = [box for part in its for box in _boxes(part, tensor)]
-    lost = sorted(rest.keys() - {part.source for its in parts.values() for part in its})
+    lost = sorted(rest.keys() - by_source.keys())
     if lost:
         _refuse(lost[0], lost[:1], "transformers' conversion leaves it out")
     return dict(sorted(tensors.items())), {**made, **given}
@@ -224,14 +227,6 @@ class _Part(NamedTuple):
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     found: tuple[int, ...] = torch.empty(tuple(shape), device="meta").stride()
-    return found
-
-
-def _by_source(parts: Mapping[str, Sequence[_Part]]) -> dict[str, list[_Part]]:
-    found: dict[str, list[_Part]] = {}
-    for its in parts.values():
-        for part in its:
-            found.setdefault(part.source, []).append(part)
     return found
 
 

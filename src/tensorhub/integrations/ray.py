@@ -93,11 +93,7 @@ def placed(*, replica: str | None = None, name: str = SERVER, **options: Any) ->
         if options.get("token") is None and options.get("insecure") is None:  # other hosts have no file with the token
             token = str(ray.get(_actor(name).token.remote(), timeout=START_S))
             options |= {"token": token} if token else {"insecure": True}
-    return {
-        **options,
-        "replica": chosen,
-        "host": options.get("host") or ray.util.get_node_ip_address(),
-    }
+    return {**options, "replica": chosen, "host": options.get("host") or ray.util.get_node_ip_address()}
 
 
 def open_in_actor(model: str, *, replica: str | None = None, name: str = SERVER, **options: Any) -> tensorhub.Weights:
