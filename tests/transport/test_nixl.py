@@ -33,7 +33,7 @@ from tensorhub.transport.tcp import wire as tcp_wire
 from tensorhub.transport.tcp.wire import Wire
 
 from . import kit
-from .conftest import line
+from .conftest import Spawn, line
 from .kit import DEADLINE_S, MIB, Gate, Target, content, full, read_all, start_read
 
 CHUNK = 4096
@@ -279,24 +279,7 @@ def test_nothing_grows_once_all_workers_are_connected(make: Make) -> None:
     assert len(agent._orphans) == 0, "their memory was deregistered on the way"
 
 
-PEER = str(Path(__file__).with_name("nixl_peer.py"))
-
-
-@pytest.fixture
-def source() -> Iterator[Callable[[], subprocess.Popen[str]]]:
-    """Starts sources of "k", 5 chunks, in processes of their own."""
-    started: list[subprocess.Popen[str]] = []
-
-    def one() -> subprocess.Popen[str]:
-        command = [sys.executable, PEER, str(5 * CHUNK), str(CHUNK), ""]
-        started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
-        return started[-1]
-
-    yield one
-    for process in started:
-        if process.poll() is None:
-            process.kill()
-            process.communicate()
+in_a_process = pytest.mark.parametrize("kind", ["nixl-1"], indirect=True)  # as `spawn` makes a source
 
 
 # -- the agent and its worker ----------------------------------------------------------------------------------------
@@ -328,10 +311,10 @@ def test_a_forked_child_neither_uses_nor_ends_its_parents_agent() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "7\n", "")
 
 
-@needs_nixl
-def test_an_agent_without_work_leaves_its_core_to_others(source: Callable[[], subprocess.Popen[str]]) -> None:
+@in_a_process
+def test_an_agent_without_work_leaves_its_core_to_others(spawn: Spawn) -> None:
     """NIXL's own default is a thread that never sleeps. Its CPU time is compared with that of the clock beside it."""
-    process = source()
+    process = spawn("source", 5 * CHUNK, CHUNK, 5)
     line(process)
 
     def ticks() -> int:
@@ -347,15 +330,13 @@ def test_an_agent_without_work_leaves_its_core_to_others(source: Callable[[], su
 
 
 @pytest.mark.processes
-@needs_nixl
-def test_a_killed_peer_is_forgotten_and_its_next_life_is_met(
-    make: Make, source: Callable[[], subprocess.Popen[str]]
-) -> None:
+@in_a_process
+def test_a_killed_peer_is_forgotten_and_its_next_life_is_met(make: Make, spawn: Spawn) -> None:
     """Three lives, each killed in the middle of a read. Afterwards the reader has no peer, and no file more."""
     right, reader = content(5 * CHUNK), make(threads=1, silence_s=2.0)
     files = []
     for _ in range(3):
-        process = source()
+        process = spawn("source", 5 * CHUNK, CHUNK, 5)
         endpoint, gate = line(process), Gate()
         target = Target(right, CHUNK, gates={1: gate})
         _, ended = start_read(reader, endpoint, "k", target)

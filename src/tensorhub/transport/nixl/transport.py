@@ -229,21 +229,28 @@ class Meeting:
             agent.part(self.peer, is_lost=True)
             raise
 
-    def lend(self) -> Slot:
-        """A slot for one read of the seal. One that is not taken back is never used again. Raises `Broken`."""
-        with self._lock:
-            if self._slots:
-                return self._slots.pop()
+    def look(self, limit_s: float, given_up: Callable[[], bool]) -> tuple[bool, bool]:
+        """Whether the source's seal stands, and whether it was read at once. Raises `Broken`, `Stuck`.
+
+        After these its slot is never used again: the read may still arrive there.
+        """
+        try:
+            slot = self._slots.pop()
+        except IndexError:
+            slot = self._new_slot()
+        ctypes.memset(slot.address, 0, SEAL_BYTES)
+        is_immediate = self.agent.read(slot.list, self.seal, range(1), limit_s, given_up)
+        is_sealed = ctypes.string_at(slot.address, SEAL_BYTES) == self.memory.seal
+        self._slots.append(slot)
+        return is_sealed, is_immediate
+
+    def _new_slot(self) -> Slot:
         address = self._scratch.take()
         try:
             return Slot(address, self.agent.prepare(None, [Place(HOST, address, SEAL_BYTES)]))
         except BaseException:
             self._scratch.give(address)  # no peer was told of it
             raise
-
-    def take_back(self, slot: Slot) -> None:
-        with self._lock:
-            self._slots.append(slot)
 
     def plan(self, sink: Sink) -> Plan:
         """Made when the sink's chunks are known. Raises `Broken`, `TransportMissing`."""
@@ -427,24 +434,19 @@ class NixlStream(AnnouncedStream):
                 has_turn = False
 
     def _look(self, limit_s: float, *, is_last: bool = True) -> tuple[bool, bool]:
-        """Whether the source's seal stands, and whether it was read at once. Raises what ended the read.
+        """As `Meeting.look`. Raises what ended the read.
 
         That it is not over in time ends the read too, but if it is not the last try: then it is raised as `Stuck`.
         """
-        job, meeting = self._its, self._meeting
+        job = self._its
         try:
-            slot = meeting.lend()
-            ctypes.memset(slot.address, 0, SEAL_BYTES)
-            is_immediate = meeting.agent.read(slot.list, meeting.seal, range(1), limit_s, lambda: job.is_over)
+            return self._meeting.look(limit_s, lambda: job.is_over)
         except Broken as error:
             raise self._broken(error) from error
-        except Stuck as error:  # the slot is never lent again: this read may still arrive there
+        except Stuck as error:
             if not is_last and not job.is_over:
                 raise
             raise job.lost(str(error)) from error
-        is_sealed = ctypes.string_at(slot.address, SEAL_BYTES) == meeting.memory.seal
-        meeting.take_back(slot)
-        return is_sealed, is_immediate
 
     def _receive_chunk(self, chunk: int) -> None:
         job, sink, plan = self.job, self.job.sink, self._plan()
