@@ -18,8 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorhub.protocol.errors import CorruptTransfer, SessionLost
-from tensorhub.transport.base import Export, Progress, Terms, Until
+from tensorhub.transport.base import Export, Progress, StopFlag, Terms, Until
 from tensorhub.transport.native import build, load, shapes
+from tensorhub.transport.native.reads import Mover
 
 from . import kit
 from .conftest import Make, Spawn, line
@@ -142,6 +143,41 @@ def test_marks_from_many_threads_make_one_prefix_and_wake_waiters() -> None:
     with pytest.raises(IndexError):
         progress.mark(2)
     assert Progress(0).is_complete
+
+
+@needs_mover
+def test_setting_a_stop_flag_waits_for_a_thread_that_is_counting() -> None:
+    flag, is_over = StopFlag(), threading.Event()
+    flag.state.inside = 1
+    setting = threading.Thread(target=lambda: (flag.set(), is_over.set()))
+    setting.start()
+    kit.until(lambda: flag.is_set, "the flag is set")
+    assert not is_over.is_set()
+    flag.state.inside = 0
+    assert is_over.wait(DEADLINE_S)
+    setting.join()
+
+
+class Slow(list):  # type: ignore[type-arg]
+    """Four threads append before any goes on."""
+
+    all_are_in = threading.Barrier(4)
+
+    def append(self, each: object) -> None:
+        super().append(each)
+        self.all_are_in.wait(DEADLINE_S)
+
+
+def test_streams_that_begin_at_once_have_memory_of_their_own() -> None:
+    """Or else one hashes what another one receives, and wrong bytes count."""
+    mover, found = Mover.__new__(Mover), list[int]()
+    mover.state, mover._scratch_bytes, mover._scratch = shapes.ReadState(), 64, Slow()
+    threads = [threading.Thread(target=lambda at=at: found.append(mover.stream(0, at).scratch)) for at in range(4)]  # type: ignore[misc]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert sorted(found) == sorted({ctypes.addressof(each) for each in mover._scratch})
 
 
 # -- requests and digests ----------------------------------------------------------------------------------------------
