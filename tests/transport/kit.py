@@ -120,19 +120,14 @@ def _mute_tcp(scheme: str = "tcp") -> Iterator[str]:
 
 
 @contextmanager
-def _mute_cuda() -> Iterator[str]:
-    with _mute_local() as endpoint:
-        yield endpoint.replace("local", "cuda", 1)
-
-
-@contextmanager
-def _mute_local() -> Iterator[str]:
+def _mute_local(scheme: str = "local") -> Iterator[str]:
     with socket.socket(socket.AF_UNIX) as mute:
         mute.bind(local_host.socket_address(name := local_host.new_name()))
         mute.listen()
-        yield local_host.format_endpoint(local_host.here(), name)
+        yield local_host.format_endpoint(local_host.here(), name, scheme)
 
 
+_mute_cuda = partial(_mute_local, "cuda")
 KINDS = {
     kind.name: kind
     for kind in (

@@ -1,5 +1,6 @@
 """What the transport `cuda` promises beyond the contract, on a stand-in for a device (`stand_in.py`)."""
 
+import errno
 import os
 import threading
 import weakref
@@ -166,6 +167,18 @@ def test_a_reader_leaves_the_device_to_others_for_their_share(make: Make, monkey
     assert ended.wait() is None
     assert target.order == [0]
     reader.close()
+
+
+@pytest.mark.parametrize(("number", "raised"), [(errno.EMFILE, OSError), (errno.EPERM, TransportMissing)])
+def test_a_shortage_of_descriptors_is_no_missing_transport(
+    number: int, raised: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(server: cuda.CudaServer) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(cuda.CudaServer, "listen", refused)
+    with pytest.raises(raised, match=os.strerror(number)):
+        CudaTransport()
 
 
 @pytest.mark.parametrize("share", [0.0, -1.0, 1.5])

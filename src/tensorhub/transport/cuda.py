@@ -35,7 +35,6 @@ import mmap
 import os
 import secrets
 import select
-import socket
 import struct
 import threading
 import time
@@ -48,7 +47,6 @@ from traceback import clear_frames
 from ..protocol.errors import Closed, TransportMissing, UsageError
 from .announcing import AnnouncingServer
 from .base import ByteStream, Export, OnEnd, Sink, Taking
-from .local.memory import SCHEME as LOCAL
 from .local.memory import Place, Received, send_with_descriptors
 from .local.transport import (
     SEAL,
@@ -320,9 +318,6 @@ class CudaServer(LocalServer):
         self._feeding = threading.Lock()  # one ring is made at a time, so that their sum has a limit
         super().__init__(settings, place)
 
-    def advertised(self, listening: Sequence[socket.socket]) -> str:
-        return super().advertised(listening).replace(LOCAL, SCHEME, 1)
-
     def make_served(self, export: Export) -> Served:
         return CudaServed(export)
 
@@ -550,11 +545,8 @@ class CudaTransport(LocalTransport):
         self._peers = Peers(mine)
         super().__init__(LocalSettings(token=mine.token, silence_s=mine.silence_s, threads=1, maps=False))
 
-    def make_server(self) -> TcpServer:
-        try:
-            return CudaServer(self.settings, self._place, self._peers.settings.ring_bytes)
-        except OSError as error:
-            raise TransportMissing(f"no unix socket can be had here: {error}", hint="use tcp") from error
+    def server_here(self) -> TcpServer:
+        return CudaServer(self.settings, self._place, self._peers.settings.ring_bytes)
 
     def make_read(self, endpoint: str, key: str, sink: Sink, ending: Callable[[TcpRead], OnEnd]) -> TcpRead:
         job = CudaJob(self.settings, endpoint, key, sink, self._peers)

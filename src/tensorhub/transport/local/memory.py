@@ -98,9 +98,9 @@ def new_name() -> str:
     return f"tensorhub-{os.getpid()}-{secrets.token_hex(8)}"
 
 
-def format_endpoint(place: Place, name: str) -> str:
+def format_endpoint(place: Place, name: str, scheme: str = SCHEME) -> str:
     """As peers are told."""
-    return f"{SCHEME}://{format_place(place)}/{name}"
+    return f"{scheme}://{format_place(place)}/{name}"
 
 
 def format_place(place: Place) -> str:

@@ -106,7 +106,7 @@ class LocalServer(AnnouncingServer):
         return [listener]
 
     def advertised(self, listening: Sequence[socket.socket]) -> str:
-        return format_endpoint(self._place, self._name)
+        return format_endpoint(self._place, self._name, self.kind)
 
     def make_served(self, export: Export) -> Served:
         return LocalServed(export)
@@ -507,9 +507,13 @@ class LocalTransport(TcpTransport):
         """Those who have the same one can map each other's memory, as far as is known; empty: it maps none."""
         return format_place(self._place) if self._maps else ""
 
+    def server_here(self) -> TcpServer:
+        """Raises `OSError` where there is no unix socket."""
+        return LocalServer(self.settings, self._place)
+
     def make_server(self) -> TcpServer:
         try:
-            return LocalServer(self.settings, self._place)
+            return self.server_here()
         except OSError as error:
             if is_shortage(error):
                 raise
