@@ -235,6 +235,7 @@ def test_a_server_makes_its_token_and_says_where_it_is(tmp_path: Path, monkeypat
         program.terminate()
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_server_that_lets_everybody_in_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TENSORHUB_STATE_DIR", str(tmp_path / "state"))
@@ -248,6 +249,7 @@ def test_a_server_that_lets_everybody_in_says_so_once(tmp_path: Path, monkeypatc
     assert not (tmp_path / "state" / "token").exists()
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_server_that_cannot_keep_a_token_names_the_ways_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TENSORHUB_STATE_DIR", "/proc/none")

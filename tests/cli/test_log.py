@@ -123,6 +123,7 @@ def ended(program: subprocess.Popen[str]) -> int:
     return program.wait(END_S)
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_log_that_nobody_reads_stops_no_worker_and_no_end(pipe: tuple[Reader, int]) -> None:
     reader, writing = pipe

@@ -8,7 +8,7 @@ import torch
 from processes.script import BEFORE, run
 from tensorhub.transport.nixl import probe
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.long]
 
 WHY_NO_NIXL = probe.probe().why_not
 no_nixl = pytest.mark.skipif(bool(WHY_NO_NIXL), reason=WHY_NO_NIXL or "it is here")

@@ -87,6 +87,7 @@ def test_a_killed_source_beside_another_one(fleet):
     eventually(lambda: fleet.used_bytes() == 2 * TENSORS_BYTES, "the memory of the killed source is free")
 
 
+@pytest.mark.long
 def test_a_killed_source_that_was_the_only_one(fleet):
     trainer = fleet.join("trainer")
     trainer.do("publish(1)")
@@ -128,6 +129,7 @@ def test_a_stopped_source_is_left_for_another_one(fleet):
     source.go_on()
 
 
+@pytest.mark.long
 def test_a_stopped_reader_takes_nothing_of_what_comes_after(fleet):
     """Its source waits for it no longer than for a silent one, and then writes over what it reads.
 
@@ -180,6 +182,7 @@ def test_a_killed_reader_keeps_nothing_of_its_source(fleet):
     goes_on(fleet, fleet.join("late"), trainer, 2)
 
 
+@pytest.mark.long
 @only("cuda")
 def test_a_reader_that_dies_after_its_source_has_closed(fleet):
     """It was stopped, so it has not let the memory go. The process of the source lives on."""
@@ -217,6 +220,7 @@ def test_memory_that_is_freed_while_it_is_read(fleet):
     eventually(lambda: fleet.used_bytes() == 2 * TENSORS_BYTES, "what was freed is free")
 
 
+@pytest.mark.long
 def test_other_tensors_are_registered_while_a_reader_has_the_old_ones_open(fleet):
     trainer, reader = fleet.join("trainer", "rollout")
     for version in (1, 2, 3):
@@ -242,6 +246,7 @@ def test_bytes_that_are_overwritten_while_they_are_read_are_not_taken(fleet):
         trainer.do("weights.check()")
 
 
+@pytest.mark.long
 def test_a_reader_that_is_closed_in_the_middle_lets_its_source_go(fleet):
     trainer = fleet.join("trainer")
     trainer.do("publish(1)")

@@ -124,6 +124,7 @@ def test_a_rank_raises_in_its_step_or_before_it_and_nothing_is_published(start, 
         check(whole, job, 1)
 
 
+@pytest.mark.long
 def test_a_number_that_is_taken_is_said_before_any_block_runs(start, server):
     job = start()
     job.call("build")

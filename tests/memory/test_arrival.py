@@ -20,6 +20,7 @@ from tensorhub.protocol.errors import (
 )
 from tensorhub.protocol.manifest import Manifest
 from tensorhub.transport.base import Export, Progress
+from tensorhub.transport.native import load
 from tensorhub.transport.tcp.settings import TcpSettings
 from tensorhub.transport.tcp.transport import TcpTransport
 
@@ -138,7 +139,7 @@ def test_a_byte_that_flips_after_its_arrival_is_found_over_tcp(
     error = read(reader, first.endpoint, sink)
     assert flips == []
     is_lent = first.statistics()["lent_bytes"] > 0
-    assert is_lent == request.node.callspec.params["tcp"]
+    assert is_lent == (request.node.callspec.params["tcp"] and load.library() is not None)
     if not is_lent:  # else it has asked the same source for a copy: the memory that was lent may have changed
         assert isinstance(error, CorruptTransfer)
         assert f"chunk {chunk} (bytes {chunk * CHUNK} to" in str(error)

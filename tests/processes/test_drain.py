@@ -101,6 +101,7 @@ def test_changed_tensors_are_found_by_check_and_by_readers(start):
     cluster.judge(reader, 1)
 
 
+@pytest.mark.long
 def test_a_reader_of_changed_tensors_is_given_good_ones_by_another_holder(start):
     cluster = start()
     (trainer,) = cluster.replicas("trainer", site="here")
@@ -118,6 +119,7 @@ def test_a_reader_of_changed_tensors_is_given_good_ones_by_another_holder(start)
     assert set(reader.received()) == {"trainer", "rollout-1"}
 
 
+@pytest.mark.long
 def test_close_ends_by_its_deadline_although_a_reader_stands_still(start):
     """The reader's lease is long, so it might still read. It gets nothing of what the memory becomes."""
     cluster = start(lease_s=20)
@@ -140,6 +142,7 @@ def test_close_ends_by_its_deadline_although_a_reader_stands_still(start):
     assert [look["version"] for look in reader.looks()] == [None, None]
 
 
+@pytest.mark.long
 def test_impatient_callers_get_in_time_what_they_asked_for_or_an_error(start):
     """Forty calls of a few milliseconds up to a third of a second, while versions change; then a patient one."""
     cluster, dice = start(), random.Random(3)

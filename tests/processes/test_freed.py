@@ -47,6 +47,7 @@ say(version=weights.version, check=error_of(weights.check))
     assert found["check"] == {"value": None}
 
 
+@pytest.mark.long
 def test_what_was_copied_ahead_is_kept_though_it_is_freed_then(server):
     story = """
 company.close()

@@ -63,6 +63,7 @@ def test_one_shard_of_the_trainer_is_killed_while_it_publishes(start):
     cluster.judge(rollout, 2)
 
 
+@pytest.mark.long
 def test_a_worker_that_was_replaced_while_it_stood_still_does_no_harm(start):
     """SIGSTOP for longer than a lease; meanwhile somebody else becomes that shard. Back again, it is told so."""
     cluster = start()

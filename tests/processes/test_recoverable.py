@@ -37,6 +37,7 @@ def join(replica, value, size=10_000_000, **options):
 """
 
 
+@pytest.mark.long
 def test_a_process_that_may_start_no_more_threads(server):
     """Each call says so, or does without; afterwards each succeeds."""
     story = """

@@ -27,6 +27,7 @@ def timed(replica, verb, *, gives, **arguments):
     return max(call.ended for call in calls) - began
 
 
+@pytest.mark.long
 def test_the_trainer_moves_on_while_its_only_reader_is_slow(start):
     """The reader goes on from the trainer's host copy, at its own prefix, and gets the version that it began."""
     cluster = start(retain=1)
@@ -99,6 +100,7 @@ def test_an_update_after_a_prefetch_is_a_local_copy(start):
     cluster.judge(rollout, 2)
 
 
+@pytest.mark.long
 def test_one_copy_crosses_into_a_site(start):
     """Four replicas of another site: what they get comes across once, whoever asks first."""
     cluster = start(retain=1)
@@ -167,6 +169,7 @@ def sent(trainer):
     return trainer[0].look()["statistics"]["sent_bytes"]
 
 
+@pytest.mark.long
 @needs_sealed
 def test_eight_workers_fetch_a_version_once_and_have_it_once_in_memory(begun):
     cluster, trainer, rollouts = begun
@@ -186,6 +189,7 @@ def test_eight_workers_fetch_a_version_once_and_have_it_once_in_memory(begun):
     eventually(lambda: counted(rollouts) == 0, "and nobody counts it")
 
 
+@pytest.mark.long
 @needs_sealed
 def test_the_one_that_fetches_is_killed_half_way(begun):
     """Another one fetches, at once; nobody hangs, and it is in memory once."""

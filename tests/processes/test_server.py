@@ -82,6 +82,7 @@ def test_the_server_is_restarted_three_times_in_a_row_while_versions_go_on(start
     assert all(isinstance(call.outcome(), tensorhub.VersionConflict) for call in calls)
 
 
+@pytest.mark.long
 def test_a_server_that_stood_still_for_two_leases_has_lost_nobody(start):
     """SIGSTOP amid reads and updates. All reconnect in vain meanwhile; afterwards each goes on in its own session."""
     cluster = start(lease_s=3, retain=2)

@@ -141,6 +141,7 @@ def test_the_trainer_is_killed_and_rollouts_serve_latest_to_a_new_joiner(start):
     assert [version.version for version in cluster.view().versions("policy") if version.is_latest] == [7]
 
 
+@pytest.mark.long
 def test_four_readers_that_start_together_cost_the_source_little_more_than_one_copy(start):
     cluster = start()
     trainer, *readers = cluster.replicas("trainer", *(f"rollout-{number}" for number in range(1, 5)))

@@ -32,6 +32,7 @@ def test_one_sigkill_of_the_trainer_loses_no_version_but_its_own(start, keep_est
     cluster.judge(late, 1)
 
 
+@pytest.mark.long
 def test_a_trainer_that_closes_at_once_leaves_its_version_with_a_spot_rollout(start):
     cluster = start(retain=1)
     (trainer,) = cluster.replicas("trainer")

@@ -130,6 +130,7 @@ def test_a_server_that_stands_still_is_named_as_the_reason_and_not_left(server, 
     trainer.close(timeout=5)
 
 
+@pytest.mark.long
 def test_a_server_that_stands_still_for_too_long_is_left(server, monkeypatch):
     monkeypatch.setattr("tensorhub.runtime.connection.SILENCE_S", 0.5)
     monkeypatch.setattr("tensorhub.runtime.connection.PATIENCE_S", 1.0)
@@ -266,6 +267,7 @@ def test_a_forked_child_is_told_what_to_do_and_harms_nobody(server):
         weights.close(timeout=5)
 
 
+@pytest.mark.long
 def test_a_worker_process_ends_no_slower_for_a_server_that_is_gone(server):
     rest = f"import os, signal; os.kill({server.process.pid}, signal.SIGKILL); time.sleep(0.2); weights.close()"
     with within(20):  # most of it is the start of Python, beside busy processes; a hang has no end
@@ -273,6 +275,7 @@ def test_a_worker_process_ends_no_slower_for_a_server_that_is_gone(server):
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.long
 def test_sigterm_leaves_within_its_grace_and_the_heir_has_the_version(server):
     rest = """
 tensorhub.leave_on_sigterm(10)
@@ -292,6 +295,7 @@ time.sleep(60)
         assert heir.replicate("latest", timeout=10) == 1  # out of its own host memory
 
 
+@pytest.mark.long
 def test_who_waits_for_a_busy_server_stands_in_its_queue_once(monkeypatch):
     """Its kernel has answered, its process has not: to hang up and come back would leave it lines that nobody wants."""
     monkeypatch.setattr("tensorhub.runtime.connection.CONNECT_S", 0.1)

@@ -64,6 +64,7 @@ def test_what_was_there_before_and_is_still_offered_is_read_too(make: Make) -> N
 
 
 @PRETENDED
+@pytest.mark.long
 def test_a_reader_is_not_told_of_more_and_more_that_is_gone(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_agent, "_GONE", 5)
     source, reader = make(), make()
