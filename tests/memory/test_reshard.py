@@ -505,7 +505,7 @@ def test_what_arrives_is_what_plain_indexing_says_and_nothing_else_changes(chanc
     sources = sources_of(publisher, grid)
     for shard in reader:
         tiles, manifest = derived(shard, grid, sources)
-        plan = plan_reads(tiles, sources, BAND_BYTES)
+        plan = plan_reads(tiles, sources)
         if kind != "late":
             assert int(plan.size_bytes.sum()) <= int(shard.table.bytes_of_boxes.sum()), "no byte is read for nothing"
         before = shard.outside()

@@ -1,7 +1,6 @@
 """The grid of tiles that all layouts of a version share, and the tiles of one shard."""
 
 from array import array
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -715,80 +714,3 @@ def window_of(grid: Grid, spans: Spans) -> Window:
     np.minimum.at(low, spans.tensor, spans.low)
     np.maximum.at(high, spans.tensor, spans.low + spans.count)
     return Window(low, high)
-
-
-# --- A shard's tiles in the order of its memory, in chunks of at most 4 MiB: the unit of progress among equal layouts.
-#
-# A chunk is nearly always one run of bytes that consists of whole tiles. Where other memory lies between tiles it is a
-# set of tiles, moved row by row. Chunks follow from layout and grid alone.
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Chunks:
-    """Chunk c has the tiles `order[first[c] : first[c + 1]]`, within bytes [start[c], stop[c]) of the stream."""
-
-    order: Ints  # tiles (positions in `Tiles`) sorted by place; aliases are left out, for they need no bytes
-    first: Ints  # [chunks + 1]
-    start: Ints
-    stop: Ints
-    size_bytes: Ints  # of its tiles; less than stop - start where other memory lies between them
-    is_run: Bools
-
-    def __len__(self) -> int:
-        return len(self.start)
-
-    def of_tiles(self, count: int) -> Ints:
-        """The chunk of each of `count` tiles; -1 for aliases."""
-        found = np.full(count, -1, np.int64)
-        found[self.order] = np.repeat(np.arange(len(self)), np.diff(self.first))
-        return found
-
-
-def chunks_of(tiles: Tiles, chunk_bytes: int = BAND_BYTES) -> Chunks:
-    """The chunks of a shard: of all its tiles. A single tile is never cut, whatever its size."""
-    is_own = tiles.table.alias_of[tiles.box] == tiles.box
-    order = np.flatnonzero(is_own)
-    order = order[np.argsort(tiles.offset[order], kind="stable")]
-    if not len(order):
-        return Chunks(EMPTY, np.zeros(1, np.int64), EMPTY, EMPTY, EMPTY, np.zeros(0, np.bool_))
-    size_bytes = tiles.size_bytes[order]
-    start = tiles.offset[order]
-    span = spans(tiles.size, tiles.strides, tiles.item)
-    reach = np.maximum.accumulate(start + span[order])
-    atoms = np.flatnonzero(np.concatenate([[True], start[1:] >= reach[:-1]]))  # between two of them nothing interleaves
-    ends = np.concatenate([reach[atoms[1:] - 1], reach[-1:]])
-    total = np.add.reduceat(size_bytes, atoms)
-    is_long = total > chunk_bytes
-    lengths = np.diff(np.append(atoms, len(order)))
-    is_start = np.zeros(len(order), np.bool_)
-    is_start[atoms] = True
-    is_start |= np.repeat(is_long, lengths)  # a long one is taken tile by tile
-    units = np.flatnonzero(is_start)
-    atom = np.searchsorted(atoms, units, "right") - 1
-    is_run = ~is_long[atom] & (ends[atom] - start[units] == total[atom])
-    is_run |= is_long[atom] & (lengths[atom] == 1) & (ends[atom] - start[units] == total[atom])
-    follows = is_run[1:] & is_run[:-1] & (start[units[1:]] == ends[atom[:-1]])
-    follows |= ~is_run[1:] & ~is_run[:-1]
-    segment = np.concatenate([[0], np.cumsum(~follows)])
-    first = _packed(np.add.reduceat(size_bytes, units), segment, chunk_bytes)
-    bounds = np.append(units[first], len(order))
-    return Chunks(
-        order,
-        bounds,
-        start[bounds[:-1]],
-        np.maximum.reduceat(start + span[order], bounds[:-1]),
-        np.add.reduceat(size_bytes, bounds[:-1]),
-        is_run[first],
-    )
-
-
-def _packed(sizes: Ints, segment: Ints, most: int) -> Ints:
-    """The first unit of each chunk: as many as fit, none across the end of a segment."""
-    ends: list[int] = starts_of(sizes).tolist()
-    last: list[int] = np.searchsorted(segment, segment, "right").tolist()  # the unit behind each unit's segment
-    first, at = [], 0
-    while at < len(sizes):
-        first.append(at)
-        fitting = bisect_right(ends, ends[at] + most) - 1
-        at = min(max(fitting, at + 1), last[at])
-    return ints(first)

@@ -53,10 +53,10 @@ from .grid import (
     Tiles,
     Window,
     cell_of,
-    chunks_of,
     padded,
     ranks_of,
     row_major,
+    spans,
     spans_of,
     starts_of,
     tiles_of,
@@ -362,16 +362,24 @@ def tile_digests(registration: Registration, tiles: Tiles) -> bytes:
     Memory is copied first, by the kernel, for it may be freed at any moment. Raises `UsageError` naming its tensors.
     """
     registration.settle()
-    chunks, found = chunks_of(tiles), np.zeros((len(tiles), DIGEST_BYTES), np.uint8)
-    is_dense = (chunks.stop - chunks.start <= SPREAD * chunks.size_bytes) & (load.library() is not None)
-    most_bytes = int(np.max((chunks.stop - chunks.start)[is_dense], initial=0))
+    if not len(tiles):
+        return b""
+    found = np.zeros((len(tiles), DIGEST_BYTES), np.uint8)
+    own = np.flatnonzero(tiles.table.alias_of[tiles.box] == tiles.box)
+    own = own[np.argsort(tiles.offset[own], kind="stable")]
+    start, sizes = tiles.offset[own], tiles.size_bytes[own]
+    bounds = _batches(sizes, np.zeros(len(own), np.bool_), BAND_BYTES)
+    reach = start + spans(tiles.size, tiles.strides, tiles.item)[own]
+    lengths = np.maximum.reduceat(reach, bounds[:-1]) - start[bounds[:-1]]
+    is_dense = (lengths <= SPREAD * np.add.reduceat(sizes, bounds[:-1])) & (load.library() is not None)
+    most_bytes = int(np.max(lengths[is_dense], initial=0))
     gone: list[int] = []  # a byte of each piece of memory that was not there any more
     rooms = threading.local()
 
-    def one(chunk: int) -> None:
-        mine = chunks.order[chunks.first[chunk] : chunks.first[chunk + 1]]
+    def one(batch: int) -> None:
+        mine = own[bounds[batch] : bounds[batch + 1]]
         try:
-            if is_dense[chunk]:
+            if is_dense[batch]:
                 if not hasattr(rooms, "mine"):
                     rooms.mine = np.empty(most_bytes, np.uint8)
                 found[mine] = _near(registration.stream, tiles.only(mine), rooms.mine)
@@ -381,7 +389,7 @@ def tile_digests(registration: Registration, tiles: Tiles) -> bytes:
         except Freed as error:
             gone.append(error.at)
 
-    in_parallel(one, range(len(chunks)), threads=2, name="digest")
+    in_parallel(one, range(len(is_dense)), threads=2, name="digest")
     if gone:
         raise UsageError(
             f"the memory of these tensors was freed while they were hashed: {some(freed(registration, gone))}",
@@ -428,7 +436,7 @@ def _gathering(tiles: Tiles) -> Copies:
 # 1. Each tile is fetched once, whole, from one source. Sources that have the same tiles share the bytes evenly.
 # 2. A tile that lies whole in one box of the reader is copied straight there (`is_direct`). Another is fetched into
 #    scratch memory, judged there, and kept by further copies.
-# 3. Fetches are in the order of the reader's chunks, so that its prefix grows while several sources deliver.
+# 3. Fetches are in the order of the reader's stream, so that its prefix grows while several sources deliver.
 # 4. A plan covers all boxes of the reader, or it is a `LayoutMismatch` that names tensor and part.
 
 
@@ -449,18 +457,16 @@ class Plan:
         return len(self.source)
 
 
-def plan_reads(tiles: Tiles, sources: Sequence[Source], chunk_bytes: int = BAND_BYTES) -> Plan:
+def plan_reads(tiles: Tiles, sources: Sequence[Source]) -> Plan:
     """The plan of a reader for all its tiles. Sources are looked at one after another, as one pass over their boxes."""
     check_disjoint(tiles.table)
     tied_to = tied_tiles(tiles)
     is_own = tied_to == np.arange(len(tiles))
     wanted = wanted_by(tiles)
-    chunks = chunks_of(tiles, chunk_bytes)
-    chunk = chunks.of_tiles(len(tiles))
     offers = [offered(wanted, source) for source in sources]
     source, offer = _assigned(wanted, [place for _, place in offers], is_own)
     own = np.flatnonzero(is_own)
-    own = own[np.lexsort([tiles.offset[own], chunk[own]])]
+    own = own[np.argsort(tiles.offset[own], kind="stable")]
     number, first = np.unique(wanted.of_tile[own], return_index=True)  # the earliest place of each tile
     number, tile = number[np.argsort(first, kind="stable")], own[np.sort(first)]
     rank = np.full(len(wanted.number), -1)
