@@ -377,6 +377,17 @@ def test_ten_thousand_tensors_of_one_storage_are_one_piece_and_few_views() -> No
     assert len(repr(apart)) < 200
 
 
+def test_ranges_are_the_views_addresses() -> None:
+    stream = register({f"t{i}": torch.zeros(5) for i in range(9)}).stream
+    assert isinstance(stream, HostStream)
+    for start, stop in [(0, 180), (3, 3), (19, 21), (20, 40), (7, 170)]:
+        addresses = [(np.frombuffer(view, np.uint8).ctypes.data, view.nbytes) for view in stream.views(start, stop)]
+        assert stream.ranges(start, stop) == addresses
+    for start, stop in [(-1, 3), (5, 4), (0, 181)]:
+        with pytest.raises(UsageError, match="not in a stream of 180 B"):
+            stream.views(start, stop)
+
+
 def test_torch_is_not_imported_for_numpy_arrays() -> None:
     program = """
 import sys
