@@ -137,9 +137,8 @@ def test_a_number_that_is_taken_is_said_before_any_block_runs(start, server):
         assert set(newest.holders) == {"rollout-0", "trainer"}, "still published"
 
 
-@pytest.mark.parametrize(
-    ("before", "after"), [(("fsdp", 3), ("fsdp", 2)), pytest.param(("tp", 3), ("ddp", 2), marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("before", "after"), [(("fsdp", 3), ("fsdp", 2)), (("tp", 3), ("ddp", 2))])
 def test_a_job_that_is_cut_in_another_way_goes_on_from_the_rollouts(start, server, before, after):
     job = start(before[1])
     job.call("build", kind=before[0])
@@ -323,7 +322,8 @@ def pair(start):
     return begin
 
 
-@pytest.mark.parametrize("said", ["step(timeout=)", pytest.param("TENSORHUB_TIMEOUT_S", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("said", ["step(timeout=)", "TENSORHUB_TIMEOUT_S"])
 def test_who_holds_a_copy_waits_for_a_call_as_long_as_it_may_take(pair, monkeypatch, said):
     if said == "TENSORHUB_TIMEOUT_S":
         monkeypatch.setenv("TENSORHUB_TIMEOUT_S", str(LONG_S))

@@ -42,7 +42,7 @@ def test_a_reader_that_stands_still_cannot_keep_its_source_and_accepts_no_byte_o
     cluster.judge(reader, 2)
 
 
-@pytest.mark.parametrize("source", ["trainer", "rollout-1"])
+@pytest.mark.parametrize("source", [pytest.param("trainer", marks=pytest.mark.long), "rollout-1"])
 def test_unpublish_does_not_wait_for_a_slow_reader_when_there_is_another_holder(start, source):
     """The memory is overwritten as soon as unpublish returns: the reader must have left it by then."""
     cluster = start()

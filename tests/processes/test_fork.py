@@ -40,17 +40,17 @@ def test_a_child_has_no_descriptor_of_ours(server):
 import threading
 from tensorhub.transport.tcp.server import TcpServer
 child, wait, held = [], threading.Event(), threading.Event()
-send = TcpServer.send
-def send_slowly(self, *arguments):
+conversation = TcpServer.conversation
+def begin_slowly(self, *arguments):
     held.set()
     wait.wait(30)
-    return send(self, *arguments)
-TcpServer.send = send_slowly
+    return conversation(self, *arguments)
+TcpServer.conversation = begin_slowly
 late = tensorhub.open("m", replica="late", server=address, timeout=30, call_timeout=30, transports="tcp")
 late.register({"w": np.zeros_like(array)})
 reading = threading.Thread(target=late.replicate)
 reading.start()
-held.wait(30)
+assert held.wait(30)
 ours = news()
 if os.fork() == 0:
     say(child=news())

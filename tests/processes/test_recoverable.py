@@ -232,7 +232,7 @@ def assert_passing(ended, found):
         assert word not in ended.log
 
 
-@pytest.mark.parametrize("what", ["open", "serve", "load"])
+@pytest.mark.parametrize("what", ["open", "serve", pytest.param("load", marks=pytest.mark.long)])
 def test_a_process_with_few_descriptors_to_spare_is_told_to_try_again(server, what):
     """Each number of them in a process that has done nothing yet."""
     call = {

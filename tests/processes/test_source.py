@@ -82,7 +82,7 @@ def test_a_source_that_is_itself_filling_is_killed(start):
     assert set(second.received()) == {"rollout-1", "trainer"}
 
 
-@pytest.mark.parametrize("way", ["tcp", "local"])
+@pytest.mark.parametrize("way", ["tcp", pytest.param("local", marks=pytest.mark.long)])
 def test_a_silent_source_is_left_within_the_silence_limit(start, way):
     """SIGSTOP: the connection stays, and nothing comes. Later it goes on, and what it serves is right."""
     cluster = start()
@@ -176,7 +176,8 @@ def stop_and_go(worker):
         thread.join()
 
 
-@pytest.mark.parametrize("way", ["tcp", pytest.param("local", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("way", ["tcp", "local"])
 def test_a_source_that_hardly_runs_is_left_for_an_idle_one(start, way):
     """The call's deadline is a small part of the time that this source alone would take."""
     cluster = start(shards=1, lease_s=10, patience_s=None)
