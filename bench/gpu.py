@@ -33,7 +33,7 @@ PACKAGES = ROOT / ".gpu-packages"
 BUDGET_S = 470.0
 FOR_TESTS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
 GLIBC = (17, 24, 27, 28)  # 2.x: wheels name the oldest that they run with
-STORIES = ("-m", "gpu", "-v", "--color=no", "-p", "no:cacheprovider", "--no-header")
+STORIES = ("-m", "gpu", "--long", "-v", "--color=no", "-p", "no:cacheprovider", "--no-header")
 SIDE_BY_SIDE = str(max(2, min(8, len(os.sched_getaffinity(0)) // 2)))  # each story has three processes
 TOLD = re.compile(r"(PASSED|FAILED|ERROR|SKIPPED)\s+(tests/\S+)|(tests/\S+)\s+(PASSED|FAILED|ERROR|SKIPPED)\b")
 

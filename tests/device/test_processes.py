@@ -8,14 +8,14 @@ import torch
 from processes.script import BEFORE, run
 from tensorhub.transport.nixl import probe
 
-pytestmark = [pytest.mark.processes, pytest.mark.long]
+pytestmark = pytest.mark.processes
 
 WHY_NO_NIXL = probe.probe().why_not
 no_nixl = pytest.mark.skipif(bool(WHY_NO_NIXL), reason=WHY_NO_NIXL or "it is here")
 on_a_device = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 TRANSPORTS = ["tcp", "cuda", pytest.param("nixl", marks=no_nixl)]  # that reach a device
 PLACES = [
-    pytest.param("cpu", "tcp", id="cpu-tcp"),
+    pytest.param("cpu", "tcp", id="cpu-tcp", marks=pytest.mark.long),  # as tests/processes tell
     pytest.param("cpu", "nixl", id="cpu-nixl", marks=no_nixl),
     pytest.param("cuda:0", "tcp", id="cuda-tcp", marks=[pytest.mark.gpu, on_a_device]),
     pytest.param("cuda:0", "cuda", id="cuda-cuda", marks=[pytest.mark.gpu, on_a_device]),
