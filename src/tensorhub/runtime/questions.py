@@ -78,7 +78,7 @@ def spec_of_text(text: str) -> Spec:
 
 SIBLING_AGAIN_S = 0.05  # the first time; a sibling registers soon
 MAX_SIBLING_AGAIN_S = 1.0
-EVERYBODY = "see that every shard runs, then call again on all of them"
+ON_ALL_SHARDS = "see that every shard runs, then call again on all of them"
 LONG_POLL_S = 20.0  # below the minute after which a proxy may cut an idle connection
 ANSWER_S = 0.2  # before the deadline, so that what is missing is known when time runs out
 HERE = "`tensorhub status` shows which models and versions there are; latest is the newest"
@@ -235,7 +235,7 @@ async def siblings(
             absent_since = time.monotonic()
         elif found.missed or time.monotonic() >= absent_since + found.patience_s:
             why = found.missed or f"shards {absent} of {me.replica} were not there within {found.patience_s:.3g} s"
-            raise GroupIncomplete(f"{what} of {me}: {why}", hint=EVERYBODY)
+            raise GroupIncomplete(f"{what} of {me}: {why}", hint=ON_ALL_SHARDS)
         if time.monotonic() + pause_s >= deadline:
             why = f"shards {missing} of it have registered no tensors with boxes" if missing else "it was not heard"
             text = f"{what} of {me}: {why} within {time.monotonic() - began:.3g} s"
@@ -421,11 +421,13 @@ async def _fetch_metadata(options: Options, model: str, found: DescribedView, de
                     wrong.append(f"{source.worker}: {error}")
         if time.monotonic() >= deadline:
             break
-    text = f"nobody who holds version {found.version} of {model} has shown its manifest"
-    text = f"{text}: {'; '.join(wrong) or 'nobody serves by tcp'}"
+    text = f"no holder of version {found.version} of {model} has shown its manifest"
+    text = f"{text}: {'; '.join(wrong) or 'none serves by tcp'}"
     if time.monotonic() >= deadline:
         raise DeadlineExceeded(text, hint="retry with a longer timeout")
-    raise SourceLost(text, hint="is there a way from here to the workers? Whoever replicates the version has it too")
+    raise SourceLost(
+        text, hint="is there a way from here to the workers? A worker that replicates the version has it too"
+    )
 
 
 async def _read_metadata(options: Options, endpoint: str, key: str, root: str, deadline: float) -> bytes:
