@@ -17,7 +17,7 @@ from .processes import Child, Failed, Server
 MIB, GIB = 1 << 20, 1 << 30
 MODULE = f"{__package__}.gpu_child"
 SHRINK = 1024  # of a rehearsal
-NO_COPIES: dict[str, object] = {"reliable": False, "prefetch": "never"}  # the last reliable holder copies to the host
+NO_COPIES = {"TENSORHUB_DEFAULT_RETAIN": "0", "TENSORHUB_KEEP_ESTABLISHED": "no"}  # reads alone are measured
 ASYNC = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync", "PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}
 
 
@@ -86,7 +86,7 @@ class Table:
         self, server: Server, source: Child, reader: Child, way: str, rounds: int, *, verify: str = "full"
     ) -> list[float]:
         """Seconds of the reader's calls: the first one, which opens the memory, and one for each later version."""
-        options = {"server": server.address, "model": self.model(), "transports": way, **NO_COPIES}
+        options = {"server": server.address, "model": self.model(), "transports": way}
         source.do("open", replica="source", **options)
         reader.do("open", replica="reader", verify=verify, **options)
         seconds = []
@@ -157,7 +157,7 @@ class Table:
         with Server() as server, self.processes("one") as (one,):
             one.do("allocate", device=self.device, size_bytes=size)
             copy = one.do("copy", kind="device", rounds=3)
-            one.do("open", server=server.address, model=self.model(), replica="one", transports=self.cuda, **NO_COPIES)
+            one.do("open", server=server.address, model=self.model(), replica="one", transports=self.cuda)
             samples = []
             for version in range(1, 8):
                 one.do("write", seed=version)
@@ -279,7 +279,7 @@ class Table:
         size = count * shape[0] * shape[1] * 2
         with Server() as server, self.processes("source", "reader") as (source, reader):
             ways = "cuda,local,tcp" if self.is_real else "local,tcp"
-            options = {"server": server.address, "model": self.model(), "transports": ways, **NO_COPIES}
+            options = {"server": server.address, "model": self.model(), "transports": ways}
             cut = {"device": self.device, "shape": shape, "count": count, "shards": 2}
             source.do("open_shards", replica="trainer", dim=0, **cut, **options)
             seconds, staging = [], []
@@ -317,7 +317,7 @@ class Table:
         with Server() as server, self.processes("source", "reader") as (source, reader):
             for child in (source, reader):
                 child.do("allocate", device=self.device, size_bytes=size)
-            options = {"server": server.address, "model": self.model(), "transports": self.cuda, **NO_COPIES}
+            options = {"server": server.address, "model": self.model(), "transports": self.cuda}
             source.do("open", replica="source", **options)
             reader.do("open", replica="reader", **options)
             costs, calls, step = [], [], 0.0
@@ -359,6 +359,7 @@ PARTS = {
 
 def main(name: str, device: str) -> int:
     table = Table(device)
+    os.environ |= NO_COPIES
     try:
         PARTS[name](table)
     except Failed as error:

@@ -198,7 +198,7 @@ def test_nothing_stays_on_the_device_or_pinned(join):
         trainer.unpublish()
         if version == 5:
             break
-    assert torch.cuda.memory_allocated() == before
+    eventually(lambda: torch.cuda.memory_allocated() == before, "a copy to the host takes some for a moment")
     rollout.close()
     trainer.close()
     del masters, targets

@@ -16,7 +16,7 @@ import pytest
 import torch
 import xxhash
 
-from tensorhub.memory import cast, cuda, cuda_device, cuda_sharing
+from tensorhub.memory import cast, cuda, cuda_device, cuda_sharing, xxh3
 from tensorhub.memory.host_copies import CudaRegistrar
 from tensorhub.memory.registration import register
 from tensorhub.memory.streams import Freed, Piece, StagingRing
@@ -374,15 +374,16 @@ def test_chunks_on_devices_are_hashed_there_in_one_go_for_each(monkeypatch: pyte
     whole = b"".join(bytes(tensor.numpy()) for tensor in memory)
     calls: list[int] = []
 
-    def hashed(index: int, spans: Spans, chunks: Chunks, **_: object) -> list[bytes]:
+    def hashed(index: int, spans: Spans, chunks: Chunks, **_: object) -> bytes:
         calls.append(index)
         ends = [*spans.starts[1:], spans.stop]
         runs = zip(spans.starts, spans.addresses, ends, strict=True)
         data = b"".join(ctypes.string_at(address, end - start) for start, address, end in runs)
         cuts = [(at - spans.starts[0], min(at + chunks.chunk_bytes, chunks.stop)) for at in chunks.starts]
         parts = [data[at : end - spans.starts[0]] for at, end in cuts]
-        return [xxhash.xxh3_128_digest(part) if len(part) > 10 else b"" for part in parts]
+        return b"".join(xxhash.xxh3_128_digest(part) for part in parts)
 
+    monkeypatch.setattr(xxh3, "LEAST_BYTES", 11)
     monkeypatch.setattr(cuda_device, "why_not", lambda index: None)
     monkeypatch.setattr(cuda_device, "device_digests", hashed)
     stream = cuda.CudaStream(pieces, StagingRing(64, 8))
@@ -466,7 +467,7 @@ def test_memory_that_is_freed_while_a_call_waits_for_its_turn_is_not_touched(
     monkeypatch.setattr(cuda_device, "_kernels", lambda index: kernels)
     monkeypatch.setattr(cuda_device, "_working", lambda index: kernels)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(cuda_device, "digests", lambda *call: launched.append(call) or [b"d"])
+    monkeypatch.setattr(cuda_device, "digests", lambda *call: launched.append(call) or b"d")
     part = cuda_sharing.Part(Spans([0], [4096], 200))
     call: dict[str, Callable[[], object]] = {
         "device_digests": lambda: stream.device_digests(100),

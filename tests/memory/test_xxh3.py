@@ -5,6 +5,7 @@ import random
 import shutil
 import subprocess
 from array import array
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import xxhash
 from tensorhub.memory import landing, xxh3
 from tensorhub.memory.landing import Landing, row_table
 from tensorhub.memory.registration import Registration
-from tensorhub.memory.xxh3 import BLOCK_BYTES, LEAST_BYTES, Chunks, NoRoom, Spans, digests
+from tensorhub.memory.xxh3 import BLOCK_BYTES, LANES, LEAST_BYTES, Chunks, NoRoom, Spans, digests
 from tensorhub.reshard.copies import COLUMNS
 from tensorhub.reshard.grid import Cutting, tiles_of
 from tensorhub.reshard.plan import Source, derive_manifest
@@ -30,12 +31,18 @@ BLOCKS = 2  # of threads; two warps each
 
 
 class Emulator:
-    """A `Launcher` whose device is this process: memory with holes of 64 bytes that nothing may write."""
+    """A `Launcher` whose device is this process: memory with holes of 64 bytes that nothing may write.
+
+    Lanes run late, and in any order that `follow` allows.
+    """
 
     def __init__(self, library: ctypes.CDLL, room_bytes: int = 1 << 30) -> None:
         self.library = library
         self.room_bytes = room_bytes
         self.kept: list[object] = []
+        self.lanes: list[list[Callable[[], bool]]] = [[] for _ in range(LANES)]  # each: whether it could run
+        self.done = [0] * LANES
+        self.rng = random.Random(LANES)
 
     def room(self, size_bytes: int, *, lane: int = 0) -> int:
         if size_bytes > self.room_bytes:
@@ -43,19 +50,33 @@ class Emulator:
         self.kept.append(memory := np.full(size_bytes + 16, 0xA5, np.uint8))
         return -(-memory.ctypes.data // 16) * 16
 
-    def upload(self, words: "array[int]", *, lane: int = 0) -> int:
+    def upload(self, words: "array[int]", *, lane: int = 0, at: int | None = None) -> int:
+        place = self.room(8 * len(words)) if at is None else at
         self.kept.append(copy := array("Q", words))
-        return copy.buffer_info()[0]
+        self.lanes[lane].append(lambda: bool(ctypes.memmove(place, copy.buffer_info()[0], 8 * len(copy)) or True))
+        return place
 
     def launch(self, kernel: str, threads: int, job: int, *, lane: int) -> None:
-        assert lane in (0, 1)
         blocks = -(-threads // 64) if threads else BLOCKS
-        assert self.library.run(kernel.encode(), blocks, 64, ctypes.c_void_p(job)) == 0
+        self.lanes[lane].append(lambda: self.library.run(kernel.encode(), blocks, 64, ctypes.c_void_p(job)) == 0)
+
+    def mark(self, lane: int) -> object:
+        return lane, self.done[lane] + len(self.lanes[lane])
+
+    def follow(self, lane: int, mark: object) -> None:
+        assert isinstance(mark, tuple)
+        other, count = mark
+        self.lanes[lane].append(lambda: self.done[other] >= count)
 
     def wait(self, lane: int) -> None:
-        assert lane in (0, 1)
+        while self.lanes[lane]:
+            its = self.rng.choice([its for its in range(LANES) if self.lanes[its]])
+            if self.lanes[its][0]():
+                self.lanes[its].pop(0)
+                self.done[its] += 1
 
-    def download(self, address: int, count: int, *, lane: int | None = None) -> "array[int]":
+    def download(self, address: int, count: int, *, lane: int) -> "array[int]":
+        self.wait(lane)
         return array("Q", ctypes.string_at(address, 8 * count))
 
 
@@ -97,10 +118,10 @@ class Scattered:
         )
 
 
-def expected(content: np.ndarray, chunks: Chunks) -> list[bytes]:
+def expected(content: np.ndarray, chunks: Chunks) -> bytes:
     ends = range(chunks.start, chunks.stop, chunks.chunk_bytes)
     step = chunks.chunk_bytes
-    return [xxhash.xxh3_128_digest(content[at : min(at + step, chunks.stop)].tobytes()) for at in ends]
+    return b"".join(xxhash.xxh3_128_digest(content[at : min(at + step, chunks.stop)].tobytes()) for at in ends)
 
 
 def cut(rng: random.Random, size_bytes: int) -> list[int]:
@@ -156,7 +177,7 @@ def test_a_device_that_is_nearly_full_gets_smaller_windows(
     content = np.random.default_rng(4).integers(0, 256, 100_000, np.uint8)
     source = Scattered(content, [], random.Random(4), filled=True)
     chunks = Chunks(0, 100_000, 4096)
-    assert digests(Emulator(library, room_bytes=2048), source.spans, chunks) == expected(content, chunks)
+    assert digests(Emulator(library, room_bytes=4096), source.spans, chunks) == expected(content, chunks)
     with pytest.raises(NoRoom):
         digests(Emulator(library, room_bytes=64), source.spans, chunks)
 
@@ -210,6 +231,7 @@ def test_rows_are_copied_whatever_their_runs_and_alignment(library: ctypes.CDLL)
         table = device.upload(row_table(rows)) + 8 * (COLUMNS + 1) * first
         job = array("Q", (table, last - first, source.ctypes.data + shift, target.ctypes.data + base))
         device.launch("move", 0, device.upload(job), lane=0)
+        device.wait(0)
         assert (target == wanted).all(), rows[first:]
 
 

@@ -160,17 +160,15 @@ def fill(target: Part, source: memoryview, start: int, stop: int) -> None:
         hook(start, view)
 
 
-def copy(
-    source: Opened | Part, target: memoryview, start: int, stop: int, chunk_bytes: int, *, digests: bool
-) -> list[bytes]:
+def copy(source: Opened | Part, target: memoryview, start: int, stop: int, chunk_bytes: int, *, digests: bool) -> bytes:
     """What a kernel does: bytes [start, stop), and the digest of each chunk as it lies in the target."""
     target[start:stop] = source.view[start - source.first : stop - source.first]
     for hook in during_copy:
         hook(start, target[start:stop])
     if not digests:
-        return []
+        return b""
     ends = range(start, stop, chunk_bytes)
-    return [xxhash.xxh3_128_digest(target[at : min(at + chunk_bytes, stop)]) for at in ends]
+    return b"".join(xxhash.xxh3_128_digest(target[at : min(at + chunk_bytes, stop)]) for at in ends)
 
 
 # -- tiles of another layout -------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from functools import cache
 import torch
 
 from ..protocol.errors import TransferError, TransportMissing, UsageError
+from ..protocol.manifest import DIGEST_BYTES
 from ..transport.on_device import Landing, Opened, RingMemory, Shared
 from ..transport.ranges import Addresses, Batches, Scatter
 from ..transport.threads import beside_captures
@@ -188,7 +189,8 @@ class CudaStream(StagedStream):
                 start, stop = 0, spans.stop
             if its:
                 made = _hashed(name, spans, Chunks(start, stop, chunk_bytes), self._cuda.spans)
-                found.update((chunk, it) for chunk, it in zip(its, made, strict=False) if it)
+                ends = range(DIGEST_BYTES, len(made) + 1, DIGEST_BYTES)
+                found.update((chunk, made[end - DIGEST_BYTES : end]) for chunk, end in zip(its, ends, strict=False))
         return found
 
     # -- for readers of this host (transport/on_device.py) -------------------------------------------------------------
@@ -227,19 +229,20 @@ class CudaStream(StagedStream):
         ((_, mine),) = self._cuda.runs
         self._copied(mine, target.spans, Chunks(start, stop, chunk_bytes))
 
-    def copy_from(self, source: Opened, start: int, stop: int, chunk_bytes: int, *, digests: bool) -> list[bytes]:
+    def copy_from(self, source: Opened, start: int, stop: int, chunk_bytes: int, *, digests: bool) -> bytes:
         assert isinstance(source, cuda_sharing.OpenedCuda | cuda_sharing.Part)
         ((_, mine),) = self._cuda.runs
-        made = self._copied(source.spans, mine, Chunks(start, stop, chunk_bytes))
+        chunks = Chunks(start, stop, chunk_bytes)
+        made = bytearray(self._copied(source.spans, mine, chunks))
         if not digests:
-            return []
-        for at, found in enumerate(made):
-            if not found:
-                with self.reading(start + at * chunk_bytes, min(start + (at + 1) * chunk_bytes, stop)) as views:
-                    made[at] = digest(views)
-        return made
+            return b""
+        for first in chunks.short:
+            at = (first - start) // chunk_bytes * DIGEST_BYTES
+            with self.reading(first, min(first + chunk_bytes, stop)) as views:
+                made[at : at + DIGEST_BYTES] = digest(views)
+        return bytes(made)
 
-    def _copied(self, source: Spans, target: Spans, chunks: Chunks) -> list[bytes]:
+    def _copied(self, source: Spans, target: Spans, chunks: Chunks) -> bytes:
         try:
             return cuda_device.device_digests(_index(self.device), source, chunks, target, check=self._cuda.spans)
         except (NoRoom, RuntimeError) as error:
@@ -287,18 +290,19 @@ def _side_by_side(spans: Spans, chunks: Sequence[int], chunk_bytes: int) -> Span
     return Spans(starts, addresses, at)
 
 
-def _hashed(name: str, spans: Spans, chunks: Chunks, check: Callable[[], object]) -> list[bytes]:
-    """The digests of these chunks; none where the device can not."""
+def _hashed(name: str, spans: Spans, chunks: Chunks, check: Callable[[], object]) -> bytes:
+    """The digests of these chunks, but for short ones at the end; none where the device can not."""
     reason = cuda_device.why_not(_index(name))
     if reason is None:
         try:
-            return cuda_device.device_digests(_index(name), spans, chunks, check=check)
+            made = cuda_device.device_digests(_index(name), spans, chunks, check=check)
+            return made[: DIGEST_BYTES * (chunks.count - len(chunks.short))]
         except (NoRoom, RuntimeError) as error:
             reason = f"{type(error).__name__}: {error}"
     if reason not in _said:
         _said.add(reason)
         _log.warning("%s hashes nothing, so the host does, at a hundredth of the rate: %s", name, reason)
-    return []
+    return b""
 
 
 _said: set[str] = set()  # why a device hashes nothing: each reason once

@@ -5,7 +5,7 @@ trusted, it hashes a few lengths that the host hashes too. Where anything of thi
 host hashes as before.
 
 Rules:
-1. Everything runs on two streams of this library, of the lowest priority. Nothing is on the default stream.
+1. Everything runs on streams of this library, of the lowest priority. Nothing is on the default stream.
 2. It may run while the user's threads capture a CUDA graph (`captures`).
 3. Waits are for events of these streams. The whole device is never waited for.
 4. Scratch memory is what `xxh3` states: at most 65 MiB a device, for one call at a time. Torch's allocator keeps it for
@@ -32,12 +32,13 @@ from ..protocol.errors import TransferError
 from ..transport.ranges import Batches, Scatter
 from ..transport.threads import beside_captures, scope
 from .landing import Landing, row_table
-from .xxh3 import LEAST_BYTES, THREADS, Chunks, NoRoom, Spans, digests
+from .xxh3 import LANES, LEAST_BYTES, THREADS, Chunks, NoRoom, Spans, digests
 
 KERNELS = ("sum_only", "sum_and_copy", "chain", "move")
 SELF_TEST_BYTES = (LEAST_BYTES, 1024, 1025, 5000, 1 << 20)
 NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: it has nothing to do with the default stream
 LOWEST_PRIORITY = 0  # of a stream; higher ones have numbers below it
+FEW_THREADS = 64  # of a block, where few threads are needed: many multiprocessors share them
 BLOCKS_PER_SM = 2  # 16 warps: 64 KiB of loads under way on each multiprocessor
 
 
@@ -45,7 +46,7 @@ class Kernels:
     """The compiled kernels on one device. Raises what `cuda-core` and the driver raise."""
 
     def __init__(self, index: int) -> None:
-        from cuda.core import Device
+        from cuda.core import Device, Stream
 
         self.device = torch.device("cuda", index)
         self.blocks = BLOCKS_PER_SM * torch.cuda.get_device_properties(self.device).multi_processor_count
@@ -54,8 +55,16 @@ class Kernels:
             driver.set_current()
             code = _compiled(f"sm_{driver.arch}")
             self.kernels = {name: code.get_kernel(name) for name in KERNELS}
-            self.streams = tuple(stream_of(self.device, f"lane {lane}") for lane in range(2))
+            self.streams = tuple(stream_of(self.device, f"lane {lane}") for lane in range(LANES))
+            self.launch_streams = [Stream.from_handle(stream.cuda_stream) for stream in self.streams]
         self.turn = threading.Lock()  # one call at a time: the streams' order is what makes scratch memory safe
+
+    @cache  # noqa: B019 - one object for each device, which is never given up
+    def configuration(self, few_blocks: int) -> Any:
+        """Of a launch: so many blocks of few threads; 0: as many of `THREADS` as run side by side."""
+        from cuda.core import LaunchConfig
+
+        return LaunchConfig(grid=few_blocks or self.blocks, block=FEW_THREADS if few_blocks else THREADS)
 
 
 class CudaLauncher:
@@ -65,7 +74,6 @@ class CudaLauncher:
         self._its = kernels
         self._kept: dict[int, torch.Tensor] = {}
         self._host: list[torch.Tensor] = []
-        self._uploaded: torch.cuda.Event | None = None
 
     def room(self, size_bytes: int, *, lane: int = 0) -> int:
         try:
@@ -76,32 +84,32 @@ class CudaLauncher:
         self._kept[memory.data_ptr()] = memory
         return memory.data_ptr()
 
-    def upload(self, words: "array[int]", *, lane: int = 0) -> int:
-        address = self.room(8 * len(words), lane=lane)
+    def upload(self, words: "array[int]", *, lane: int = 0, at: int | None = None) -> int:
+        address = self.room(8 * len(words), lane=lane) if at is None else at
         host = torch.from_numpy(np.frombuffer(words, np.uint8).copy())
         with torch.cuda.stream(self._its.streams[lane]):
-            self._kept[address].copy_(host, non_blocking=True)
-            if not lane:
-                self._uploaded = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                self._uploaded.record(self._its.streams[0])
+            self._kept[address][: host.nbytes].copy_(host, non_blocking=True)
         self._host.append(host)
         return address
 
     def launch(self, kernel: str, threads: int, job: int, *, lane: int) -> None:
-        from cuda.core import LaunchConfig, Stream, launch
+        from cuda.core import launch
 
-        stream = self._its.streams[lane]
-        if lane and self._uploaded is not None:
-            stream.wait_event(self._uploaded)
-        blocks = -(-threads // THREADS) if threads else self._its.blocks
-        config = LaunchConfig(grid=blocks, block=THREADS)
-        launch(Stream.from_handle(stream.cuda_stream), config, self._its.kernels[kernel], job)
+        config = self._its.configuration(-(-threads // FEW_THREADS) if threads else 0)
+        launch(self._its.launch_streams[lane], config, self._its.kernels[kernel], job)
 
-    def download(self, address: int, count: int, *, lane: int | None = None) -> "array[int]":
-        for each in range(len(self._its.streams)) if lane is None else (lane,):
-            self.wait(each)
-        with torch.cuda.stream(self._its.streams[lane or 0]):
-            found = self._kept[address][: 8 * count].cpu()
+    def mark(self, lane: int) -> object:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._its.streams[lane])
+        return event
+
+    def follow(self, lane: int, mark: object) -> None:
+        assert isinstance(mark, torch.cuda.Event)
+        self._its.streams[lane].wait_event(mark)
+
+    def download(self, address: int, count: int, *, lane: int) -> "array[int]":
+        with torch.cuda.stream(self._its.streams[lane]):
+            found = self._kept[address][: 8 * count].cpu()  # it waits for the lane
         return array("Q", found.numpy().tobytes())
 
     def wait(self, lane: int) -> None:
@@ -115,7 +123,7 @@ def device_digests(
     target: Spans | None = None,
     *,
     check: Callable[[], object] = lambda: None,
-) -> list[bytes]:
+) -> bytes:
     """`xxh3.digests` on that CUDA device. Raises `NoRoom`, and `RuntimeError` where the device fails.
 
     `check` raises where memory was freed. It is called last: other calls may have the device for long before.
@@ -126,10 +134,11 @@ def device_digests(
         launcher = CudaLauncher(kernels)
         try:
             return digests(launcher, source, chunks, target)
-        finally:
-            for stream in kernels.streams:  # also on the way out of an error: scratch memory is given back after this
+        except BaseException:
+            for stream in kernels.streams:  # scratch memory is given back after this
                 with suppress(RuntimeError):
                     wait_for(stream)
+            raise
 
 
 class CudaLanding(Landing):
@@ -274,7 +283,7 @@ def _try(kernels: Kernels) -> None:
             with torch.cuda.stream(kernels.streams[0]):
                 there, copy = host.to(kernels.device), torch.zeros(size_bytes, dtype=torch.uint8, device=kernels.device)
             spans, target = (Spans([0], [memory.data_ptr()], size_bytes) for memory in (there, copy))
-            (found,) = digests(CudaLauncher(kernels), spans, Chunks(0, size_bytes, size_bytes), target)
+            found = digests(CudaLauncher(kernels), spans, Chunks(0, size_bytes, size_bytes), target)
             with torch.cuda.stream(kernels.streams[0]):
                 is_copied = torch.equal(copy.cpu(), host)
             if found != xxhash.xxh3_128_digest(host.numpy().tobytes()) or not is_copied:

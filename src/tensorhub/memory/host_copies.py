@@ -662,7 +662,7 @@ def check_filled(fill: FillSink, target: ByteStream, source: ByteStream) -> None
     found = target.device_digests(manifest.chunk_bytes) if isinstance(target, OnDevice) else {}
     every = range(manifest.chunk_count)
     for run in [every] if len(found) == len(every) else [range(chunk, chunk + 1) for chunk in found]:
-        fill.take(run, [found[chunk] for chunk in run])
+        fill.take(run, b"".join(found[chunk] for chunk in run))
 
     def one(chunk: int) -> None:
         with source.reading(*manifest.chunk_range(chunk)) as views:

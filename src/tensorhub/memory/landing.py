@@ -28,6 +28,7 @@ from itertools import pairwise
 import numpy as np
 import xxhash
 
+from ..protocol.manifest import DIGEST_BYTES
 from ..reshard.copies import (
     COLUMNS,
     COUNT,
@@ -47,16 +48,17 @@ from ..transport.on_device import WINDOWS
 from ..transport.ranges import Batches, Scatter
 from .xxh3 import (
     CHAIN_LANES,
+    CONSTANTS,
     GROUP_BYTES,
     LEAST_BYTES,
     SUMS_BYTES,
     Launcher,
     NoRoom,
     Spans,
+    as_digests,
     chunk_table,
     first_groups,
     job,
-    upload_constants,
 )
 
 MAX_BYTES = 512 << 20  # for all reads of this process, of tiles of 8 MiB at most
@@ -184,14 +186,14 @@ class Landing:
         self._turns = _turns(places, scatter)
         self._scatters = _scatters(places, scatter, target)
         self._shorts = Shorts(places)
-        sizes = np.diff(places.tiles).tolist()
+        sizes = np.diff(places.tiles)
         self._firsts = first_groups(sizes)
         self._device = make()
         self._slots, self._sums = self._memory()
         self._under_way: deque[_Window] = deque()
         self._lane = 0
-        chunks = chunk_table(places.seen.tolist(), sizes, self._firsts)
-        self._chunks, self._constants = self._device.upload(chunks), upload_constants(self._device)
+        chunks = chunk_table(places.seen, sizes, self._firsts)
+        self._chunks, self._constants = self._device.upload(chunks), self._device.upload(CONSTANTS)
         for moves in (self._gathers, self._turns, self._scatters, self._shorts.moves):
             moves.address = self._device.upload(moves.table)
         self._device.wait(0)
@@ -253,16 +255,16 @@ class Landing:
             window.device.wait(window.lane)
             return b""
         first, last = (self._first_tile[batch] for batch in (window.batches.start, window.batches.stop))
-        halves = _ints(window.device.download(window.found, 2 * (last - first), lane=window.lane))
-        found = halves.reshape(-1, 2)[:, ::-1].byteswap()  # the high half first, big-endian
+        found = bytearray(as_digests(window.device.download(window.found, 2 * (last - first), lane=window.lane)))
         if window.shorts:
             low, high = self._shorts.moves.first[first], self._shorts.moves.first[last]
             base = self._shorts.at[low]
             words = window.device.download(window.shorts, (self._shorts.at[high] - base) // 8, lane=window.lane)
             for (tile, size), start in zip(self._shorts.tiles[low:high], self._shorts.at[low:high], strict=True):
                 digest = xxhash.xxh3_128_digest(memoryview(words).cast("B")[start - base :][:size])
-                found[tile - first] = np.frombuffer(digest, np.int64)
-        return found.tobytes()
+                at = DIGEST_BYTES * (tile - first)
+                found[at : at + DIGEST_BYTES] = digest
+        return bytes(found)
 
     def scatter(self) -> None:
         """Put the earliest window under way in place; its digests were right. Waits for it."""

@@ -17,7 +17,7 @@ typedef unsigned char u8;
 #define WARP 32
 #define BLOCK 1024 /* bytes between two scrambles: 16 stripes of 64 bytes */
 #define GROUP 4    /* blocks that a warp loads at once */
-#define AHEAD 16   /* sums that a chain loads before it needs them */
+#define AHEAD 32   /* sums that a chain loads before it needs them */
 #define PART 8192  /* bytes of a row that a warp copies at once */
 #define AT_ONCE 4  /* units that a lane loads before it stores the first one */
 
@@ -54,6 +54,8 @@ __device__ __forceinline__ u64 product(u64 word, u64 key) {
 }
 
 __device__ __forceinline__ u64 fold(u64 a, u64 b) { return (a * b) ^ __umul64hi(a, b); }
+
+__device__ __forceinline__ u64 scrambled(u64 acc, u64 key) { return (acc ^ acc >> 47 ^ key) * 0x9E3779B1ull; }
 
 /* The index of the segment that holds a byte of the stream. */
 __device__ __forceinline__ u32 find(const Map& map, u64 at) {
@@ -301,23 +303,21 @@ __global__ void chain(const Job* job) {
         const u64* mine = sums + (window.chunks[chunk].first - window.chunks[0].first) * GROUP * 8 + lane;
         u32 blocks = (length - 1) / BLOCK, rest = (u32)((length - 1) % BLOCK) / 64;
         u64 now[AHEAD], next[AHEAD];
+        u32 whole = blocks - blocks % AHEAD;
+        if (whole) {
 #pragma unroll
-        for (u32 i = 0; i < AHEAD; i++) next[i] = i < blocks ? mine[(u64)i * 8] : 0;
-        for (u32 b = 0; b < blocks; b += AHEAD) {
-#pragma unroll
-            for (u32 i = 0; i < AHEAD; i++) {
-                now[i] = next[i];
-                next[i] = b + AHEAD + i < blocks ? mine[(u64)(b + AHEAD + i) * 8] : 0;
-            }
-#pragma unroll
-            for (u32 i = 0; i < AHEAD; i++)
-                if (b + i < blocks) {
-                    acc += now[i];
-                    acc ^= acc >> 47;
-                    acc ^= key;
-                    acc *= 0x9E3779B1ull;
-                }
+            for (u32 i = 0; i < AHEAD; i++) next[i] = __ldcs(mine + 8 * i);
         }
+        for (u32 b = 0; b < whole; b += AHEAD) {
+            const u64* behind = mine + 8ull * (b + AHEAD < whole ? b + AHEAD : b);
+#pragma unroll
+            for (u32 i = 0; i < AHEAD; i++) now[i] = next[i];
+#pragma unroll
+            for (u32 i = 0; i < AHEAD; i++) next[i] = __ldcs(behind + 8 * i);
+#pragma unroll
+            for (u32 i = 0; i < AHEAD; i++) acc = scrambled(acc + now[i], key);
+        }
+        for (u32 b = whole; b < blocks; b++) acc = scrambled(acc + mine[8ull * b], key);
         if (rest) acc += mine[(u64)blocks * 8];
         u64 at = start + length - 64 + 16 * (lane >> 1);
         ulonglong2 pair = read(data, find(data, at), at, 16);

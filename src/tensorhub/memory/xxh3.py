@@ -1,12 +1,15 @@
 """Digests of memory on a device, and copies that are digested in the same pass: plans the launches of `xxh3.cu`.
 
 A stream's bytes lie in spans of device memory. Windows of whole chunks go through two kernels: one sums the blocks of
-1 KiB (and copies them), the other chains the sums of each chunk to its digest. Two windows are under way at a time, so
-that the short chain of one runs beside the sums of the next. The host waits once, for the digests.
+1 KiB (and copies them), the other chains the sums of each chunk to its digest. Sums are launched in lane 0, one window
+behind the other. A chain takes three times as long as the sums of its window, but needs little of the device: chains
+run in lanes of their own, beside each other and beside sums. The host waits once, for the digests.
 
-Scratch memory on the device: 64 B for each KiB of two windows, and the tables: 65 MiB for windows of 512 MiB. A chunk
+Scratch memory on the device: 64 B for each KiB of four windows, and the tables: 65 MiB for windows of 256 MiB. A chunk
 counts as whole groups of 4 KiB.
 Chunks shorter than `LEAST_BYTES` are copied and get no digest here: xxh3 treats them otherwise.
+
+On an H200 (../../../docs/benchmarks.md): sums of a window take 0.09 ms, with its copy 0.17 ms, its chains 0.22 ms.
 """
 
 from array import array
@@ -17,13 +20,22 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
 
+import numpy as np
+
+from ..protocol.manifest import DIGEST_BYTES
+from ..reshard.grid import Ints
+
 LEAST_BYTES = 241  # of a chunk: the long path of xxh3 begins there
-WINDOW_BYTES = 512 << 20  # 0.17 ms of an H200's memory, as long as its chain of 4,096 blocks takes
-LEAST_WINDOW_BYTES = 32 << 20  # where the device is nearly full: 4 MiB of scratch memory
+WINDOW_BYTES = 256 << 20  # summed in 0.08 ms on an H200; its chains of 4,096 blocks take longer
+LEAST_WINDOW_BYTES = 16 << 20  # where the device is nearly full: 4 MiB of scratch memory
+SLOTS = 4  # windows that have scratch memory, and a lane for their chains, at a time
+LANES = 1 + SLOTS
 BLOCK_BYTES = 1024  # of xxh3, between two scrambles
 GROUP_BYTES = 4096  # of a chunk, summed at once
 SUMS_BYTES = 256  # scratch memory of a group
 CHUNK_WORDS = 3  # of a table of chunks: start, size, and the groups before it
+JOB_WORDS = 11
+SECRET_WORDS = 24
 THREADS = 256  # of a block of threads: 8 warps
 CHAIN_LANES = 8  # of a chunk
 
@@ -72,6 +84,13 @@ class Chunks:
     def count(self) -> int:
         return len(self.starts)
 
+    @property
+    def short(self) -> range:
+        """The starts of those that get no digest on a device: the last one, or all."""
+        if self.chunk_bytes < LEAST_BYTES:
+            return self.starts
+        return self.starts[-1:] if self.stop - self.starts[-1] < LEAST_BYTES else self.starts[:0]
+
 
 class NoRoom(Exception):
     """The device has no memory left for scratch."""
@@ -84,19 +103,27 @@ class Launcher(Protocol):
         """The address of so much device memory. It lasts as long as the launcher. Raises `NoRoom`."""
         ...
 
-    def upload(self, words: "array[int]", *, lane: int = 0) -> int:
-        """The address of a copy of these 64-bit words, as `room`. Lane 1 waits for those of lane 0."""
+    def upload(self, words: "array[int]", *, lane: int = 0, at: int | None = None) -> int:
+        """The address of a copy of these 64-bit words: `at`, or room of its own. What is launched in the lane waits."""
         ...
 
     def launch(self, kernel: str, threads: int, job: int, *, lane: int) -> None:
-        """Run it after all uploads, and after what was launched in the same lane (0 or 1). Returns at once.
+        """Run it after what was uploaded and launched in the same lane (below `LANES`). Returns at once.
 
         `threads`: how many it needs; 0: as many as the device runs side by side.
         """
         ...
 
-    def download(self, address: int, count: int, *, lane: int | None = None) -> "array[int]":
-        """Wait for all that was launched, or for one lane, and return so many words from there."""
+    def mark(self, lane: int) -> object:
+        """What was launched in that lane so far, for `follow`."""
+        ...
+
+    def follow(self, lane: int, mark: object) -> None:
+        """What is launched in this lane from now on runs after that."""
+        ...
+
+    def download(self, address: int, count: int, *, lane: int) -> "array[int]":
+        """Wait for what was launched in that lane, and return so many words from there."""
         ...
 
     def wait(self, lane: int) -> None:
@@ -104,61 +131,62 @@ class Launcher(Protocol):
         ...
 
 
-def digests(device: Launcher, source: Spans, chunks: Chunks, target: Spans | None = None) -> list[bytes]:
-    """The digest of each chunk as the host makes them (16 bytes, big-endian), copied to `target` on the way.
+def digests(device: Launcher, source: Spans, chunks: Chunks, target: Spans | None = None) -> bytes:
+    """The digests of the chunks as the host makes them, one behind the other. Copies the bytes to `target` on the way.
 
-    It is empty for a chunk shorter than `LEAST_BYTES`. Source and target do not overlap. Returns when the bytes are in
-    place. Raises `NoRoom`.
+    What stands for a chunk shorter than `LEAST_BYTES` is nothing. Source and target do not overlap. Returns when the
+    bytes are in place. Raises `NoRoom`.
     """
-    starts, sizes = chunks.starts, [chunks.chunk_bytes] * chunks.count
-    sizes[-1] = chunks.stop - starts[-1]
+    sizes = np.full(chunks.count, chunks.chunk_bytes, np.int64)
+    sizes[-1] = chunks.stop - chunks.starts[-1]
     firsts = first_groups(sizes)
     windows, sums = _scratch(device, firsts)
-    found = device.room(16 * len(starts))
-    table, constants = device.upload(chunk_table(starts, sizes, firsts)), upload_constants(device)
-    maps = [*_map(device, source, chunks), *_map(device, target, chunks)]
-    jobs = array("Q")
+    found = device.room(DIGEST_BYTES * chunks.count)
+    starts = chunks.start + chunks.chunk_bytes * np.arange(chunks.count)
+    parts = [chunk_table(starts, sizes, firsts), CONSTANTS, _map(source, chunks), _map(target, chunks)]
+    sizes_bytes = [8 * len(part) for part in parts]
+    base = device.room(sum(sizes_bytes) + 8 * JOB_WORDS * len(windows))
+    table, constants, from_at, to_at, jobs_at = accumulate(sizes_bytes, initial=base)
+    maps = (from_at, len(parts[2]) // 2, to_at, len(parts[3]) // 2)
+    words = sum(parts, array("Q"))
     for index, (first, last) in enumerate(windows):
-        jobs.extend(job(maps, table, firsts, first, last, constants, sums[index % 2], found + 16 * first))
-    jobs_at = device.upload(jobs)
-    job_bytes = 8 * len(jobs) // len(windows)
+        words.extend(
+            job(maps, table, firsts, first, last, constants, sums[index % SLOTS], found + DIGEST_BYTES * first)
+        )
+    device.upload(words, at=base)
     summing = "sum_only" if target is None else "sum_and_copy"
+    chained: list[object] = []
     for index, (first, last) in enumerate(windows):
-        at, lane = jobs_at + index * job_bytes, index % 2
-        device.launch(summing, 0, at, lane=lane)
+        at, lane = jobs_at + 8 * JOB_WORDS * index, 1 + index % SLOTS
+        if index >= SLOTS:
+            device.follow(0, chained[index - SLOTS])  # which has read the scratch memory
+        device.launch(summing, 0, at, lane=0)
+        device.follow(lane, device.mark(0))
         device.launch("chain", CHAIN_LANES * (last - first), at, lane=lane)
-    words = device.download(found, 2 * len(starts))
-    words.byteswap()
-    halves = words.tobytes()
-    made = [halves[at + 8 : at + 16] + halves[at : at + 8] for at in range(0, len(halves), 16)]
-    return [it if size >= LEAST_BYTES else b"" for it, size in zip(made, sizes, strict=True)]
+        chained.append(device.mark(lane))
+    for mark in chained[-SLOTS:]:
+        device.follow(0, mark)
+    return as_digests(device.download(found, 2 * chunks.count, lane=0))
+
+
+def as_digests(halves: "array[int]") -> bytes:
+    """The kernels' words, the low half of each digest first, as digests one behind the other."""
+    return np.frombuffer(halves, np.uint64).reshape(-1, 2)[:, ::-1].byteswap().tobytes()
 
 
 # -- what the kernels are told -----------------------------------------------------------------------------------------
 
 
-def first_groups(sizes: Sequence[int]) -> "array[int]":
+def first_groups(sizes: Ints) -> list[int]:
     """How many groups come before each of these chunks, and how many there are."""
-    return array("Q", accumulate([-(-size // GROUP_BYTES) for size in sizes], initial=0))
+    return [0, *np.cumsum(-(-sizes // GROUP_BYTES)).tolist()]
 
 
-def chunk_table(starts: Sequence[int], sizes: Sequence[int], firsts: "array[int]") -> "array[int]":
+def chunk_table(starts: Ints, sizes: Ints, firsts: Sequence[int]) -> "array[int]":
     """`Chunk`s, and the one behind the last."""
-    table = array("Q", bytes(8 * CHUNK_WORDS * len(firsts)))
-    table[2::CHUNK_WORDS] = firsts
-    table[0:-CHUNK_WORDS:CHUNK_WORDS], table[1:-CHUNK_WORDS:CHUNK_WORDS] = array("Q", starts), array("Q", sizes)
-    return table
-
-
-def upload_constants(device: Launcher) -> tuple[int, int]:
-    """Where the secret's words and the keys are."""
-    tables = array("Q", _words(SECRET, 0, 24))
-    keys_at = 8 * len(tables)
-    tables.extend(_START)
-    for at in _KEYS_AT:
-        tables.extend(_words(SECRET, at, 8))
-    places = device.upload(tables)
-    return places, places + keys_at
+    table = np.zeros((len(firsts), CHUNK_WORDS), np.int64)
+    table[:-1, 0], table[:-1, 1], table[:, 2] = starts, sizes, firsts
+    return array("Q", table.tobytes())
 
 
 def job(
@@ -167,16 +195,16 @@ def job(
     firsts: Sequence[int],
     first: int,
     last: int,
-    constants: tuple[int, int],
+    constants: int,
     sums: int,
     found: int,
 ) -> tuple[int, ...]:
-    """A `Job` for chunks [first, last) of a table."""
-    usual_groups = firsts[first + 1] - firsts[first]
-    return (*maps, chunks + 8 * CHUNK_WORDS * first, last - first, usual_groups, *constants, sums, found)
+    """A `Job` for chunks [first, last) of a table: `JOB_WORDS` of them. `constants`: where `CONSTANTS` are."""
+    usual_groups, keys = firsts[first + 1] - firsts[first], constants + 8 * SECRET_WORDS
+    return (*maps, chunks + 8 * CHUNK_WORDS * first, last - first, usual_groups, constants, keys, sums, found)
 
 
-def _scratch(device: Launcher, firsts: "array[int]") -> tuple[list[tuple[int, int]], list[int]]:
+def _scratch(device: Launcher, firsts: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
     """The windows, as [first, last) of the chunks, and room for the sums of two of them. Raises `NoRoom`."""
     for size_bytes in (WINDOW_BYTES, LEAST_WINDOW_BYTES):
         windows, last = [], 0
@@ -186,19 +214,24 @@ def _scratch(device: Launcher, firsts: "array[int]") -> tuple[list[tuple[int, in
             windows.append((first, last))
         groups = max(firsts[last] - firsts[first] for first, last in windows)
         with suppress(NoRoom):
-            return windows, [device.room(SUMS_BYTES * groups) for _ in windows[:2]]
+            return windows, [device.room(SUMS_BYTES * groups) for _ in windows[:SLOTS]]
     raise NoRoom
 
 
-def _map(device: Launcher, spans: Spans | None, chunks: Chunks) -> tuple[int, int]:
-    """A table of (start, address) for the kernels, and how long it is."""
+def _map(spans: Spans | None, chunks: Chunks) -> "array[int]":
+    """A table of (start, address) for the kernels."""
     if spans is None:
-        return 0, 0
+        return array("Q")
     assert spans.starts[0] <= chunks.start < chunks.stop <= spans.stop, "chunks that are not there"
     table = array("Q", [0]) * (2 * len(spans.starts))
     table[::2], table[1::2] = array("Q", spans.starts), array("Q", spans.addresses)
-    return device.upload(table), len(spans.starts)
+    return table
 
 
 def _words(data: bytes, at: int, count: int) -> list[int]:
     return [int.from_bytes(data[at + 8 * i : at + 8 * i + 8], "little") for i in range(count)]
+
+
+CONSTANTS = array(
+    "Q", [*_words(SECRET, 0, SECRET_WORDS), *_START, *(w for at in _KEYS_AT for w in _words(SECRET, at, 8))]
+)

@@ -236,7 +236,7 @@ class TrustedSink(Counting):
         self._fill.judge_in_place(chunk)  # it takes a while
         super().stored(chunk)
 
-    def take(self, chunks: range, digests: Sequence[bytes] | None) -> None:
+    def take(self, chunks: range, digests: bytes | None) -> None:
         self.check()
         self._fill.take(chunks, digests)
         self.check()

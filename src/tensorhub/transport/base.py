@@ -115,9 +115,20 @@ class Progress:
             return self._prefix
 
     def mark_all(self, chunks: Iterable[int]) -> None:
-        """These are complete, one by one."""
+        """These are complete."""
+        if isinstance(chunks, range) and chunks.step == 1 and self._library is not None:
+            if chunks:
+                self._have[chunks.start : chunks.stop] = b"\x01" * len(chunks)
+                self.mark(chunks.start)  # the prefix goes on over the others
+            return
         for chunk in chunks:
             self.mark(chunk)
+
+    def missing(self) -> Sequence[int]:
+        """The chunks that are not complete."""
+        if 1 not in self._have:
+            return range(self.chunk_count)
+        return [chunk for chunk, has_it in enumerate(self._have) if not has_it]
 
     def fail(self, reason: str) -> None:
         """No further chunk will come. Wakes all waiters."""
@@ -291,10 +302,11 @@ class Trusting(Protocol):
 class Taking(Protocol):
     """A sink of chunks that are in place when they are judged, because a device or the hardware has put them there."""
 
-    def take(self, chunks: range, digests: Sequence[bytes] | None) -> None:
+    def take(self, chunks: range, digests: bytes | None) -> None:
         """Judge them, and count those that are right. Raises `CorruptTransfer` for the first that is not.
 
-        `digests`: by the device that copied them; empty where the sink is not checking; None where none were made.
+        `digests`: 16 bytes each, by the device that copied them; empty where the sink is not checking; None where
+        none were made.
         """
         ...
 

@@ -118,10 +118,10 @@ class OnDevice(Protocol):
         """
         ...
 
-    def copy_from(self, source: Opened, start: int, stop: int, chunk_bytes: int, *, digests: bool) -> list[bytes]:
-        """Copy bytes [start, stop), which begin with a chunk. Returns when they are here, with each chunk's digest.
+    def copy_from(self, source: Opened, start: int, stop: int, chunk_bytes: int, *, digests: bool) -> bytes:
+        """Copy bytes [start, stop), which begin with a chunk. Returns when they are here, with the chunks' digests.
 
-        Without `digests` the list is empty. Raises `TransferError`.
+        Those are 16 bytes each, one behind the other; nothing without `digests`. Raises `TransferError`.
         """
         ...
 

@@ -219,7 +219,7 @@ class Job:
                 f"{self.endpoint} offers {self.key!r} as {size_bytes} B in chunks of {chunk_bytes} B,"
                 f" but {mine[0]} B in chunks of {mine[1]} B are expected"
             )
-        if not all(0 <= chunk < count for chunk in wanted):
+        if wanted and not 0 <= min(wanted) <= max(wanted) < count:
             raise TensorHubError(f"the sink wants chunks of {self.key!r} that are not within 0..{count - 1}")
         return min(full, len(wanted))
 
