@@ -139,7 +139,7 @@ class Run:
         self.found: dict[str, object] = {"device": device, "parts": {}}
         out.mkdir(parents=True, exist_ok=True)
         self.packages = ROOT / "out" / "gpu-packages"
-        self.environment = environment(self.packages)
+        self.environment = environment(self.packages) | {"BENCH_STACKS": str(out / "stacks.log")}
         self.log = (out / "gpu.log").open("w", encoding="utf-8")
 
     def write(self) -> None:

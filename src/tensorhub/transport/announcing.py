@@ -106,6 +106,8 @@ class AnnouncedStream(Stream):
     def await_some(self, asked: Sequence[int], at: int, most: int) -> range:
         """Wait until `asked[at]`, the next due, comes. Returns it, and what follows it and has come by now."""
         first, count, most = asked[at], 1, min(most, len(asked) - at)
+        if isinstance(asked, range):
+            count = most
         while count < most and asked[at + count] == first + count:
             count += 1
         chunks = range(first, first + count)

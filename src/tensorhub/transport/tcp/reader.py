@@ -696,7 +696,7 @@ class TcpRead(Read):
         job, sink = self.job, self.job.sink
         with self.opened(index) as stream:
             welcome = stream.greet(wants_manifest=True)
-            wanted = tuple(sink.begin(stream.receive_manifest()))
+            wanted = sink.begin(stream.receive_manifest())
             full = job.note_wanted(wanted, size_bytes=welcome.size_bytes, chunk_bytes=welcome.chunk_bytes)
             settings = job.settings
             most = max(settings.streams, job.addresses) if self.has_links else settings.streams

@@ -505,6 +505,8 @@ class Wire:
 
 def as_ranges(chunks: Sequence[int]) -> list[tuple[int, int]]:
     """The same chunks in the same order as [start, stop) ranges."""
+    if isinstance(chunks, range) and chunks.step == 1:
+        return [(chunks.start, chunks.stop)] if chunks else []
     ranges: list[tuple[int, int]] = []
     for chunk in chunks:
         if ranges and ranges[-1][1] == chunk:
