@@ -325,6 +325,8 @@ class Oracles:
         expected = ["host-memory-full", "cancelled"]
         if not self.truth.is_sole_publisher(model):
             expected += ["version-conflict", "group-incomplete", "version-unavailable"]
+        if model in self.truth.recut:
+            expected.append("layout-mismatch")
         if any(code not in expected for code in bad.values()):
             self.broken("G7 calls succeed", f"{name} failed with {bad} ({good}), though nothing was wrong")
 
@@ -390,6 +392,7 @@ class Oracles:
         model = replica.partition("/")[0]
         members = [life for life in self.truth.lives.values() if f"{life.me.model}/{life.me.replica}" == replica]
         is_well = bool(members) and len(members) == self.truth.shards_of(members[0])
+        is_refused |= model in self.truth.recut
         if not is_well or is_refused or any(map(self.truth.weather.is_down, members)):
             return ""
         if is_trainer:

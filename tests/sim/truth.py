@@ -237,6 +237,7 @@ class Truth:
         self.by_name: dict[str, Life] = {}
         self.by_place: dict[Place, dict[WorkerId, None]] = {}
         self.made: dict[tuple[str, Version], dict[ReplicaName, Made]] = {}
+        self.recut: set[str] = set()  # models of which a worker has registered other tensors than before
         self.server_life = 0
 
     @property
@@ -350,6 +351,8 @@ class Truth:
                 life.closing = min(life.closing, self.now)
                 life.close_deadline = self.now + event.deadline - life.clock()
             case events.Registered(digest=digest):
+                if life.layout not in ("", digest):
+                    self.recut.add(life.me.model)
                 life.layout, life.registered, life.held = digest, self.now, None
             case events.ClaimDropped():
                 life.claimed = None
