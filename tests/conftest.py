@@ -18,7 +18,7 @@ settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 FIRST = ("tests/tidy/",)  # seconds, and they explain what others only suffer from
-LAST = "processes"  # the mark of tests with real processes: minutes
+WAITING = "processes"  # the mark of tests with real processes: they wait while others compute
 
 # What is blessed; by which of two ways bytes move in these tests; how large models are that are cut in several ways.
 KEPT = ("TENSORHUB_BLESS", "TENSORHUB_NATIVE", "TENSORHUB_TEST_MODEL")
@@ -32,17 +32,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked long are left out, unless asked for. Quick ones come first, those with processes last."""
+    """Tests marked long are left out, unless asked for. Those with processes are spread evenly among the others."""
     if not config.getoption("--long"):
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
         items[:] = [item for item in items if not item.get_closest_marker("long")]
 
-    def rank(item: pytest.Item) -> int:
-        if item.nodeid.startswith(FIRST):
-            return 0
-        return 2 if item.get_closest_marker(LAST) else 1
-
-    items.sort(key=rank)
+    kinds: tuple[list[pytest.Item], ...] = ([], [], [])
+    for item in items:
+        is_first, waits = item.nodeid.startswith(FIRST), item.get_closest_marker(WAITING)
+        kinds[0 if is_first else 2 if waits else 1].append(item)
+    places = {item: at / len(its) for its in kinds[1:] for at, item in enumerate(its)}
+    items[:] = kinds[0] + sorted(kinds[1] + kinds[2], key=places.__getitem__)
 
 
 @pytest.hookimpl(wrapper=True)
