@@ -17,7 +17,10 @@ from .processes import Child, Failed, Server
 MIB, GIB = 1 << 20, 1 << 30
 MODULE = f"{__package__}.gpu_child"
 SHRINK = 1024  # of a rehearsal
-NO_COPIES = {"TENSORHUB_DEFAULT_RETAIN": "0", "TENSORHUB_KEEP_ESTABLISHED": "no"}  # reads alone are measured
+NO_COPIES = {
+    "TENSORHUB_DEFAULT_RETAIN": "0",
+    "TENSORHUB_KEEP_ESTABLISHED": "no",
+}  # an update alone is measured, without a copy to the host
 ASYNC = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync", "PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}
 
 
@@ -154,7 +157,7 @@ class Table:
 
     def publish(self) -> None:
         what, size = "publish() of 16 GiB, the whole call", self.size(16 * GIB)
-        with Server() as server, self.processes("one") as (one,):
+        with Server(env=NO_COPIES) as server, self.processes("one") as (one,):
             one.do("allocate", device=self.device, size_bytes=size)
             copy = one.do("copy", kind="device", rounds=3)
             one.do("open", server=server.address, model=self.model(), replica="one", transports=self.cuda)
@@ -174,7 +177,7 @@ class Table:
 
     def same_device(self) -> None:
         """Another process's tensors on this device."""
-        with Server() as server, self.processes("source", "reader") as (source, reader):
+        with Server(env=NO_COPIES) as server, self.processes("source", "reader") as (source, reader):
             for name, size_bytes, rounds in (("1 GiB", GIB, 8), ("16 GiB", 16 * GIB, 5)):
                 what, size = f"replicate() of {name} on the same device, verified", self.size(size_bytes)
                 for child in (source, reader):
@@ -203,7 +206,7 @@ class Table:
             is_on_device = not refused
             children = self.processes("source", "reader", source=environment)
             try:
-                with Server() as server, children as (source, reader):
+                with Server(env=NO_COPIES) as server, children as (source, reader):
                     for child in (source, reader):
                         child.do("allocate", device=self.device, size_bytes=size)
                     if self.is_real:
@@ -255,7 +258,7 @@ class Table:
 
     def tcp(self) -> None:
         size, found = self.size(2 * GIB), {}
-        with Server() as server, self.processes("source", "reader") as (source, reader):
+        with Server(env=NO_COPIES) as server, self.processes("source", "reader") as (source, reader):
             for name, device, verify in (
                 ("devices", self.device, "full"),
                 ("hosts", "cpu", "full"),
@@ -277,7 +280,7 @@ class Table:
         if not self.is_real:
             shape, count = [256, 256], 4
         size = count * shape[0] * shape[1] * 2
-        with Server() as server, self.processes("source", "reader") as (source, reader):
+        with Server(env=NO_COPIES) as server, self.processes("source", "reader") as (source, reader):
             ways = "cuda,local,tcp" if self.is_real else "local,tcp"
             options = {"server": server.address, "model": self.model(), "transports": ways}
             cut = {"device": self.device, "shape": shape, "count": count, "shards": 2}
@@ -303,7 +306,7 @@ class Table:
 
     def small(self) -> None:
         what, count = "10,000 tensors of 4 KiB, replicate()", 10_000 if self.is_real else 500
-        with Server() as server, self.processes("source", "reader") as (source, reader):
+        with Server(env=NO_COPIES) as server, self.processes("source", "reader") as (source, reader):
             for child in (source, reader):
                 child.do("allocate", device=self.device, size_bytes=count * 4096, tensor_bytes=4096)
             copy = 1000 * median(reader.do("copy_many", rounds=5))
@@ -314,7 +317,7 @@ class Table:
     def training(self) -> None:
         what, size = "what a read of 16 GiB costs a training loop beside it", self.size(16 * GIB)
         work = {"size": 8192 if self.is_real else 64, "products": 12}
-        with Server() as server, self.processes("source", "reader") as (source, reader):
+        with Server(env=NO_COPIES) as server, self.processes("source", "reader") as (source, reader):
             for child in (source, reader):
                 child.do("allocate", device=self.device, size_bytes=size)
             options = {"server": server.address, "model": self.model(), "transports": self.cuda}
@@ -359,7 +362,6 @@ PARTS = {
 
 def main(name: str, device: str) -> int:
     table = Table(device)
-    os.environ |= NO_COPIES
     try:
         PARTS[name](table)
     except Failed as error:

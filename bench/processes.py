@@ -191,6 +191,7 @@ class Server(Process):
         wrapper: Sequence[str] = (),
         lease_s: float | None = None,
         is_ideal: bool = False,
+        env: dict[str, str] | None = None,
     ) -> None:
         lease = [] if lease_s is None else ["--lease", str(lease_s)]
         serve = [
@@ -207,7 +208,7 @@ class Server(Process):
             *lease,
         ]
         command = ["-m", "bench.ideal"] if is_ideal else serve
-        super().__init__("server", [*wrapper, sys.executable, *command])
+        super().__init__("server", [*wrapper, sys.executable, *command], env=env)
         line = _first_line(self)
         if not line.startswith("reference server at "):
             self.kill()
