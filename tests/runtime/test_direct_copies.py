@@ -90,10 +90,13 @@ class Device:
     def hashes(self, start: int, stop: int) -> bool:
         return stop < self.size_bytes  # the last chunk is the host's
 
-    def device_digests(self, chunk_bytes: int, chunks: Sequence[int] | None = None) -> dict[int, bytes]:
+    def device_digests(self, chunk_bytes: int) -> list[tuple[range, bytes]]:
+        every = range((self.size_bytes - 1) // chunk_bytes)
+        return [(every, b"".join(self.device_digests_of(chunk_bytes, every).values()))]
+
+    def device_digests_of(self, chunk_bytes: int, chunks: Sequence[int]) -> dict[int, bytes]:
         self._check(0)
-        every = range((self.size_bytes - 1) // chunk_bytes) if chunks is None else chunks
-        views = {chunk: self._memory[chunk * chunk_bytes : (chunk + 1) * chunk_bytes].data for chunk in every}
+        views = {chunk: self._memory[chunk * chunk_bytes : (chunk + 1) * chunk_bytes].data for chunk in chunks}
         return {chunk: xxhash.xxh3_128_digest(view) for chunk, view in views.items()}
 
     def _host(self, start: int, stop: int, address: int) -> memoryview:

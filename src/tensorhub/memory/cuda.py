@@ -175,23 +175,32 @@ class CudaStream(StagedStream):
             for name, spans in self._cuda.runs
         )
 
-    def device_digests(self, chunk_bytes: int, chunks: Sequence[int] | None = None) -> dict[int, bytes]:
-        """By chunk, of those that lie on one CUDA device that hashes: of all, or of these. Waits. Raises `Freed`."""
+    def device_digests(self, chunk_bytes: int) -> list[tuple[range, bytes]]:
+        found = []
+        for name, spans in self._cuda.spans():
+            first, last = self._chunks_in(spans, chunk_bytes)
+            if first < last:
+                chunks = Chunks(first * chunk_bytes, min(last * chunk_bytes, spans.stop), chunk_bytes)
+                made = _hashed(name, spans, chunks, self._cuda.spans)
+                found.append((range(first, first + len(made) // DIGEST_BYTES), made))
+        return found
+
+    def device_digests_of(self, chunk_bytes: int, chunks: Sequence[int]) -> dict[int, bytes]:
         found: dict[int, bytes] = {}
         for name, spans in self._cuda.spans():
-            first = -(-spans.starts[0] // chunk_bytes)
-            last = -(-spans.stop // chunk_bytes) if spans.stop == self.size_bytes else spans.stop // chunk_bytes
-            start, stop = first * chunk_bytes, min(last * chunk_bytes, spans.stop)
-            its: Sequence[int] = range(first, last)
-            if chunks is not None:
-                its = sorted(chunk for chunk in chunks if first <= chunk < last)
-                spans = _side_by_side(spans, its, chunk_bytes)
-                start, stop = 0, spans.stop
+            first, last = self._chunks_in(spans, chunk_bytes)
+            its = sorted(chunk for chunk in chunks if first <= chunk < last)
             if its:
-                made = _hashed(name, spans, Chunks(start, stop, chunk_bytes), self._cuda.spans)
+                beside = _side_by_side(spans, its, chunk_bytes)
+                made = _hashed(name, beside, Chunks(0, beside.stop, chunk_bytes), self._cuda.spans)
                 ends = range(DIGEST_BYTES, len(made) + 1, DIGEST_BYTES)
                 found.update((chunk, made[end - DIGEST_BYTES : end]) for chunk, end in zip(its, ends, strict=False))
         return found
+
+    def _chunks_in(self, spans: Spans, chunk_bytes: int) -> tuple[int, int]:
+        """The first and the one behind the last chunk that lie there as a whole."""
+        last = -(-spans.stop // chunk_bytes) if spans.stop == self.size_bytes else spans.stop // chunk_bytes
+        return -(-spans.starts[0] // chunk_bytes), last
 
     # -- for readers of this host (transport/on_device.py) -------------------------------------------------------------
 

@@ -83,7 +83,7 @@ def build_manifest(
             f"the memory of these tensors was freed while they were hashed: {some(freed(registration, gone))}",
             hint="register() again what was given other memory, and free it only after unpublish()",
         )
-    return Manifest(layout, size_bytes, chunk_bytes, ALGORITHM, b"".join(digests))
+    return Manifest(layout, size_bytes, chunk_bytes, ALGORITHM, digests)
 
 
 def check_length(registration: Registration, chunk_bytes: int, verify: Verify) -> None:
@@ -110,7 +110,10 @@ def changed_chunks(registration: Registration, manifest: Manifest) -> list[int]:
         raise LayoutMismatch(f"the manifest is of layout {manifest.layout}, the registered tensors are of {mine}")
     registration.settle()
     found = _each_digest(registration.stream, manifest.chunk_bytes, [])
-    return [chunk for chunk, value in enumerate(found) if value != manifest.digest_of(chunk)]
+    if found == manifest.digests:
+        return []
+    ends = range(DIGEST_BYTES, len(found) + 1, DIGEST_BYTES)
+    return [chunk for chunk, end in enumerate(ends) if found[end - DIGEST_BYTES : end] != manifest.digest_of(chunk)]
 
 
 def tensors_of(layout: Layout, manifest: Manifest, chunks: Iterable[int]) -> list[str]:
@@ -166,8 +169,12 @@ class OnDevice(Protocol):
         """Some of these bytes lie on a device that hashes: what arrives there is judged once it is in place."""
         ...
 
-    def device_digests(self, chunk_bytes: int, chunks: Sequence[int] | None = None) -> dict[int, bytes]:
-        """By chunk, of those that a device has hashed: of all, or of these. Raises `Freed`."""
+    def device_digests(self, chunk_bytes: int) -> list[tuple[range, bytes]]:
+        """Of all chunks that a device has hashed: runs of them, each with its digests. Raises `Freed`."""
+        ...
+
+    def device_digests_of(self, chunk_bytes: int, chunks: Sequence[int]) -> dict[int, bytes]:
+        """By chunk, of those of these that a device has hashed. Raises `Freed`."""
         ...
 
 
@@ -212,7 +219,7 @@ class InPlaceDigests:
         try:
             assert isinstance(self._stream, OnDevice), "a device's digest of memory that is on none"
             with suppress(Freed):  # each thread finds out whether its own chunk was
-                found = self._stream.device_digests(self._chunk_bytes, its)
+                found = self._stream.device_digests_of(self._chunk_bytes, its)
         finally:
             with self._changed:
                 self._found.update({one: found.get(one, b"") for one in its if one != chunk})
@@ -221,28 +228,29 @@ class InPlaceDigests:
         return found.get(chunk, b"")
 
 
-def _each_digest(stream: ByteStream, chunk_bytes: int, gone: list[int], threads: int = MAX_THREADS) -> list[bytes]:
-    """Of each chunk; empty for one whose memory is not all there any more, of which `gone` gets the first byte."""
-    found: dict[int, bytes] = {}
+def _each_digest(stream: ByteStream, chunk_bytes: int, gone: list[int], threads: int = MAX_THREADS) -> bytes:
+    """Of each chunk; zeros for one whose memory is not all there any more, of which `gone` gets the first byte."""
+    count = chunk_count(stream.size_bytes, chunk_bytes)
+    found, rest = bytearray(DIGEST_BYTES * count), set(range(count))
     if isinstance(stream, OnDevice):
         with suppress(Freed):  # chunk by chunk then, to find out which
-            found = stream.device_digests(chunk_bytes)
+            for run, digests in stream.device_digests(chunk_bytes):
+                found[DIGEST_BYTES * run.start : DIGEST_BYTES * run.stop] = digests
+                rest.difference_update(run)
     rooms = threading.local()
 
-    def one(chunk: int) -> bytes:
+    def one(chunk: int) -> None:
         start = chunk * chunk_bytes
         stop = min(start + chunk_bytes, stream.size_bytes)
         if not hasattr(rooms, "mine"):
             rooms.mine = room_for(chunk_bytes)
         try:
             with stream.reading(start, stop) as views:
-                return digest(parts(addresses_of(stream, views, start), start, stop, rooms.mine))
+                made = digest(parts(addresses_of(stream, views, start), start, stop, rooms.mine))
         except Freed as error:
             gone.append(error.at)
-            return b""
+        else:
+            found[DIGEST_BYTES * chunk : DIGEST_BYTES * (chunk + 1)] = made
 
-    chunks = range(chunk_count(stream.size_bytes, chunk_bytes))
-    rest = [chunk for chunk in chunks if chunk not in found]
-    threads = min(core_count(), threads)
-    found.update(zip(rest, in_parallel(one, rest, threads=threads, name="digest"), strict=True))
-    return [found[chunk] for chunk in chunks]
+    in_parallel(one, sorted(rest), threads=min(core_count(), threads), name="digest")
+    return bytes(found)

@@ -659,16 +659,16 @@ def check_filled(fill: FillSink, target: ByteStream, source: ByteStream) -> None
     Raises `Freed`, and `CorruptTransfer`.
     """
     manifest = fill.manifest
-    found = target.device_digests(manifest.chunk_bytes) if isinstance(target, OnDevice) else {}
-    every = range(manifest.chunk_count)
-    for run in [every] if len(found) == len(every) else [range(chunk, chunk + 1) for chunk in found]:
-        fill.take(run, b"".join(found[chunk] for chunk in run))
+    rest = set(range(manifest.chunk_count))
+    for run, digests in target.device_digests(manifest.chunk_bytes) if isinstance(target, OnDevice) else ():
+        fill.take(run, digests)
+        rest.difference_update(run)
 
     def one(chunk: int) -> None:
         with source.reading(*manifest.chunk_range(chunk)) as views:
             fill.accept(chunk, views)
 
-    in_parallel(one, [chunk for chunk in every if chunk not in found], threads=_thread_count(), name="digest")
+    in_parallel(one, sorted(rest), threads=_thread_count(), name="digest")
 
 
 def _thread_count() -> int:
