@@ -27,6 +27,11 @@ def test_by_default_what_wants_hardware_is_taken_only_where_it_is(monkeypatch):
     assert wanted_transports(worker_options({})) == ("local", "tcp")
     monkeypatch.setattr(agent, "advantage", lambda: (True, "RDMA"))
     assert wanted_transports(worker_options({})) == ("local", "nixl", "tcp")
+    monkeypatch.setattr(agent, "has_gpu", lambda: True)
+    monkeypatch.setattr(opening, "has_kernels", lambda: False)
+    assert wanted_transports(worker_options({})) == ("local", "nixl", "tcp")
+    monkeypatch.setattr(opening, "has_kernels", lambda: True)
+    assert wanted_transports(worker_options({})) == ("cuda", "local", "nixl", "tcp")
 
 
 def test_what_is_named_is_taken_whatever_is_here(monkeypatch):

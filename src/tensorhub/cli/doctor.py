@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,7 +36,7 @@ from ..memory.streams import core_count
 from ..protocol.errors import TensorHubError, UsageError
 from ..protocol.names import Digest
 from ..runtime.config import options_without_token, parse_address, worker_options
-from ..runtime.opening import make_transport
+from ..runtime.opening import has_kernels, make_transport
 from ..transport import sealed
 from ..transport.base import PREFERENCE, ByteStream, Export, Progress, Transport, read_to_end
 from ..transport.local.memory import SCOPES, yama_scope
@@ -198,8 +197,6 @@ def with_choice(check: TransportCheck, named: tuple[str, ...], nixl: tuple[bool,
     """Whether workers take it: a rule. `named` is what the setting names, `nixl` is `nixl_path.advantage()`."""
     if named and check.name not in named:
         why, way = f"TENSORHUB_TRANSPORTS={','.join(named)} leaves it out", "add it there"
-    elif not named and check.name == "cuda":
-        why, way = "it has not run on a device yet", "TENSORHUB_TRANSPORTS=cuda,local,tcp takes it"
     elif not named and check.name == "nixl" and not nixl[0]:
         why, way = nixl[1], "TENSORHUB_TRANSPORTS=nixl,tcp takes it"
     else:
@@ -427,7 +424,7 @@ def _gpu() -> Check:
     words = next(iter(_text("/proc/driver/nvidia/version").splitlines()), "").split()
     driver = next((word for word in words if word[:1].isdigit()), "unknown")
     text = f"{count_text(len(devices), 'NVIDIA device')}, driver {driver}"
-    if find_spec("cuda") is not None and find_spec("cuda.core") is not None:
+    if has_kernels():
         return Check("GPU", "good", f"{text}; it hashes what lies on it, and copies from workers of this host, by cuda")
     remedy = "pip install 'tensorhub[cuda]': then devices hash and copy at the rate of their memory"
     return Check("GPU", "note", f"{text}; CUDA tensors are hashed and copied through host memory", remedy)

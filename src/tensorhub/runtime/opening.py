@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Mapping
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
@@ -175,14 +176,18 @@ def _place(transports: Mapping[str, Transport]) -> str:
     return local.mapping_place
 
 
-def wanted_transports(options: Options) -> tuple[str, ...]:
-    """Those that were named. Where none were: `local` and `tcp`, and `nixl` where hardware gives it an advantage.
+def has_kernels() -> bool:
+    """The package cuda-core is here (extra `cuda`)."""
+    return find_spec("cuda") is not None and find_spec("cuda.core") is not None
 
-    `cuda` has not run on a device yet, so it is taken only where it is named.
+
+def wanted_transports(options: Options) -> tuple[str, ...]:
+    """Those that were named. Where none were: `local` and `tcp`, `cuda` where a device is and the package that launches
+    its kernels, and `nixl` where hardware gives it an advantage.
     """
     if options.transports:
         return options.transports
-    left_out = {"cuda"}
+    left_out = set() if agent.has_gpu() and has_kernels() else {"cuda"}
     has_advantage, why = agent.advantage()
     if not has_advantage:
         _log.debug("no nixl transport by default: %s", why)
