@@ -237,7 +237,7 @@ class Truth:
         self.by_name: dict[str, Life] = {}
         self.by_place: dict[Place, dict[WorkerId, None]] = {}
         self.made: dict[tuple[str, Version], dict[ReplicaName, Made]] = {}
-        self.recut: set[str] = set()  # models of which a worker has registered other tensors than before
+        self.recut: dict[str, None] = {}  # models of which a worker has registered other tensors than before
         self.server_life = 0
 
     @property
@@ -352,7 +352,7 @@ class Truth:
                 life.close_deadline = self.now + event.deadline - life.clock()
             case events.Registered(digest=digest):
                 if life.layout not in ("", digest):
-                    self.recut.add(life.me.model)
+                    self.recut[life.me.model] = None
                 life.layout, life.registered, life.held = digest, self.now, None
             case events.ClaimDropped():
                 life.claimed = None
