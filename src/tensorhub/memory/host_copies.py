@@ -51,6 +51,7 @@ _log = logging.getLogger(__name__)
 
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of this process
 POPULATE_WRITE = 23  # for madvise, since Linux 5.14: touch without a change of the content
+TOUCH_BYTES = 2 << 20  # at once: other threads start, and map memory, between two such steps
 PIN_STEP_BYTES = 32 << 20  # 0.6 ms of a bus of 51 GiB/s, 3 ms of hashing, 2 ms of registering
 # A process with one of eight devices and two copies of 80 GiB on a host of 2 TiB needs a twelfth. The rest of the
 # host's memory stays movable. What is pinned belongs to host copies, so `host_bytes` and `room` limit it too.
@@ -131,7 +132,7 @@ class PinnedMemory:
     def register(self, start: int, stop: int) -> bool:
         """Touch and register one step. Returns whether it is registered now."""
         address, size_bytes = self.address + start, stop - start
-        _populate(address, size_bytes)
+        populate(address, size_bytes)
         with self._lock:
             if address not in self._registered and not self.why_not:
                 try:
@@ -190,9 +191,11 @@ def _unregister(registrar: Registrar, registered: dict[int, int], memory: Sealed
     _pinned.pop(memory.address, None)
 
 
-def _populate(address: int, size_bytes: int) -> None:
+def populate(address: int, size_bytes: int) -> None:
     """Have the pages now. Where the kernel does not know how, the registration has them."""
-    _libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), ctypes.c_int(POPULATE_WRITE))
+    for at in range(address, address + size_bytes, TOUCH_BYTES):
+        touched_bytes = min(TOUCH_BYTES, address + size_bytes - at)
+        _libc().madvise(ctypes.c_void_p(at), ctypes.c_size_t(touched_bytes), ctypes.c_int(POPULATE_WRITE))
 
 
 def _check(result: Any) -> None:
@@ -221,6 +224,7 @@ def _libc() -> ctypes.CDLL:
 
 
 COPY_THREADS = 4  # for one copy: more only fight for the memory bus
+DIRECT_THREADS = 2 * MAX_THREADS  # of a copy from or to devices: half of them wait for the bus, the others hash
 
 
 class HostMemory:
@@ -648,7 +652,7 @@ def copy_directly(
         for at in range(start, stop, chunk_bytes):
             on_chunk(at, min(at + chunk_bytes, stop))
 
-    in_parallel(one, range(0, size_bytes, run_bytes), threads=_thread_count(), name="copy")
+    in_parallel(one, range(0, size_bytes, run_bytes), threads=min(core_count(), DIRECT_THREADS), name="copy")
     pool.note_pageable(host.why_pageable)
     return not host.why_pageable
 
