@@ -177,7 +177,8 @@ class DeviceStream:
     def device_digests(self, chunk_bytes: int) -> None:
         self.done.append(("digest", 0, self.size_bytes))
 
-    def copy_to(self, target: object, start: int, stop: int, chunk_bytes: int) -> None:
+    def copy_from(self, source: object, start: int, stop: int, chunk_bytes: int, *, digests: bool) -> None:
+        assert digests
         self.done.append(("copy with digest", start, stop))
 
     def copy_to_host(self, start: int, stop: int, address: int) -> None:

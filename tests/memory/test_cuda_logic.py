@@ -142,6 +142,33 @@ def test_host_memory_is_copied_to_and_from_without_the_ring(monkeypatch: pytest.
     assert stream.registrar()._device == "cuda:0"
 
 
+def test_copy_engines_fill_and_read_a_pinned_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch)
+    memory, pieces = pieces_on("cuda:0", "cuda:0")
+    stream = cuda.CudaStream(pieces, StagingRing(200, 1))
+    before = bytes(torch.cat(memory).tolist())
+    hashed: list[tuple[Chunks, Spans | None, bool]] = []
+
+    def made(
+        index: int, source: Spans, chunks: Chunks, target: Spans | None, *, check: object, is_hashing: bool
+    ) -> bytes:
+        hashed.append((chunks, target, is_hashing))
+        return b"d" * 16
+
+    monkeypatch.setattr(cuda_device, "device_digests", made)
+    host = torch.zeros(180, dtype=torch.uint8)
+    slot = cuda_sharing.CudaRing(0, 0, b"", lambda driver: (0,), host.data_ptr()).part(30, 50, 200)
+    stream.copy_to(slot, 50, 200, 150)
+    assert bytes(host.numpy()) == bytes(30) + before[50:200]
+    host.zero_()
+    assert stream.copy_from(slot, 50, 200, 150, digests=False) == b""
+    assert not hashed
+    stream.copy_from(slot, 50, 200, 150, digests=True)
+    assert hashed == [(Chunks(50, 200, 150), None, True)]
+    assert bytes(torch.cat(memory).tolist()) == before[:50] + bytes(150)
+    assert sorted(device.recorded)[:1] == ["cuda:0/0"]
+
+
 def test_a_failed_copy_is_a_transfer_error_and_waits_for_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(monkeypatch)
     _, pieces = pieces_on("cuda:0", "cuda:0")

@@ -131,8 +131,9 @@ def cut(rng: random.Random, size_bytes: int) -> list[int]:
 def check(library: ctypes.CDLL, rng: random.Random, content: np.ndarray, chunks: Chunks, *, copies: bool) -> None:
     source = Scattered(content, cut(rng, len(content)), rng, filled=True)
     target = Scattered(content, cut(rng, len(content)), rng, filled=False)
-    found = digests(Emulator(library), source.spans, chunks, target.spans if copies else None)
-    assert found == expected(content, chunks), (chunks, source.spans.starts)
+    is_hashing = not copies or rng.random() < 0.5
+    found = digests(Emulator(library), source.spans, chunks, target.spans if copies else None, is_hashing=is_hashing)
+    assert found == (expected(content, chunks) if is_hashing else b""), (chunks, source.spans.starts)
     if copies:
         wanted = np.zeros_like(content)
         wanted[chunks.start : chunks.stop] = content[chunks.start : chunks.stop]

@@ -279,6 +279,10 @@ class Pieces:
         with self.writing(start, stop):
             return stand_in.copy(source, self.view, start, stop, chunk_bytes, digests=digests)
 
+    def digests_of(self, start: int, stop: int, chunk_bytes: int) -> bytes:
+        with self.reading(start, stop):
+            return stand_in.digests_of(self.view, start, stop, chunk_bytes)
+
     def land(self, *what: object, digests: bool) -> None:
         raise NotImplementedError("tensors of another layout belong to a registration (`tiles_kit.Landing`)")
 

@@ -165,8 +165,11 @@ def copy(source: Opened | Part, target: memoryview, start: int, stop: int, chunk
     target[start:stop] = source.view[start - source.first : stop - source.first]
     for hook in during_copy:
         hook(start, target[start:stop])
-    if not digests:
-        return b""
+    return digests_of(target, start, stop, chunk_bytes) if digests else b""
+
+
+def digests_of(target: memoryview, start: int, stop: int, chunk_bytes: int) -> bytes:
+    """Of each chunk as it lies there."""
     ends = range(start, stop, chunk_bytes)
     return b"".join(xxhash.xxh3_128_digest(target[at : min(at + chunk_bytes, stop)]) for at in ends)
 

@@ -12,7 +12,7 @@ import pytest
 from tensorhub.protocol.errors import SourceLost, TransportMissing
 from tensorhub.transport import cuda
 from tensorhub.transport.base import Export, Progress
-from tensorhub.transport.cuda import PINNED, RING, SLOTS, CudaServer, CudaStream, CudaTransport
+from tensorhub.transport.cuda import PINNED, RING, SLOTS, CudaServer, CudaSettings, CudaStream, CudaTransport
 from tensorhub.transport.tcp import wire as tcp_wire
 from tensorhub.transport.tcp.wire import Wire
 
@@ -111,6 +111,35 @@ def test_a_slot_is_filled_while_another_is_read_and_never_before_it_was(make: Ma
     assert ended.wait() is None
     assert target.buffer == right
     assert len(filled) == 8, "a slot has an eighth of what is read"
+
+
+def test_slots_that_are_filled_are_judged_together(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = content(64 * CHUNK)
+    source, reader = make(), make()
+    assert isinstance(reader, CudaTransport)
+    monkeypatch.setattr(reader._peers, "settings", CudaSettings(silence_s=60.0))
+    source.export(full("k", right, CHUNK))
+    announced: list[int] = []
+    judged: list[tuple[int, int]] = []
+    announce, digests_of = CudaServer.announce, stand_in.digests_of
+
+    def noted(server: CudaServer, wire: Wire, start: int, stop: int) -> None:
+        announce(server, wire, start, stop)
+        announced.append(start)
+
+    def judge(target: memoryview, start: int, stop: int, chunk_bytes: int) -> bytes:
+        judged.append((start, stop))
+        return digests_of(target, start, stop, chunk_bytes)
+
+    monkeypatch.setattr(CudaServer, "announce", noted)
+    monkeypatch.setattr(stand_in, "digests_of", judge)
+    stand_in.during_copy.append(lambda start, view: kit.until(lambda: len(announced) >= SLOTS, "both are filled"))
+    target = Target(right, CHUNK)
+    assert read_all(reader, source.endpoint, "k", target) is None
+    assert target.buffer == right
+    assert judged[0][1] >= SLOTS * 8 * CHUNK
+    assert [start for start, _ in judged] == [0, *(stop for _, stop in judged[:-1])]
+    assert judged[-1][1] == len(right)
 
 
 def test_a_ring_is_smaller_where_the_device_is_nearly_full(make: Make, kind: kit.Kind) -> None:

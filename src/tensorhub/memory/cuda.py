@@ -235,27 +235,37 @@ class CudaStream(StagedStream):
 
     def copy_to(self, target: Opened, start: int, stop: int, chunk_bytes: int) -> None:
         assert isinstance(target, cuda_sharing.Part)
+        if target.host_address is not None:
+            return self.copy_to_host(start, stop, target.host_address)
         ((_, mine),) = self._cuda.runs
-        self._copied(mine, target.spans, Chunks(start, stop, chunk_bytes))
+        self._copied(mine, Chunks(start, stop, chunk_bytes), target.spans, digests=False)
+        return None
 
     def copy_from(self, source: Opened, start: int, stop: int, chunk_bytes: int, *, digests: bool) -> bytes:
         assert isinstance(source, cuda_sharing.OpenedCuda | cuda_sharing.Part)
+        if isinstance(source, cuda_sharing.Part) and source.host_address is not None:
+            self.copy_to_device(start, stop, source.host_address)
+            return self.digests_of(start, stop, chunk_bytes) if digests else b""
         ((_, mine),) = self._cuda.runs
-        chunks = Chunks(start, stop, chunk_bytes)
-        made = bytearray(self._copied(source.spans, mine, chunks))
-        if not digests:
-            return b""
-        for first in chunks.short:
-            at = (first - start) // chunk_bytes * DIGEST_BYTES
-            with self.reading(first, min(first + chunk_bytes, stop)) as views:
-                made[at : at + DIGEST_BYTES] = digest(views)
-        return bytes(made)
+        return self._copied(source.spans, Chunks(start, stop, chunk_bytes), mine, digests=digests)
 
-    def _copied(self, source: Spans, target: Spans, chunks: Chunks) -> bytes:
+    def digests_of(self, start: int, stop: int, chunk_bytes: int) -> bytes:
+        ((_, mine),) = self._cuda.runs
+        return self._copied(mine, Chunks(start, stop, chunk_bytes), None, digests=True)
+
+    def _copied(self, source: Spans, chunks: Chunks, target: Spans | None, *, digests: bool) -> bytes:
+        """The digests of these chunks, if they are wanted. They are copied where there is a target."""
+        index, check = _index(self.device), self._cuda.spans
         try:
-            return cuda_device.device_digests(_index(self.device), source, chunks, target, check=self._cuda.spans)
+            found = cuda_device.device_digests(index, source, chunks, target, check=check, is_hashing=digests)
         except (NoRoom, RuntimeError) as error:
             raise TransferError(f"copying on {self.device} failed: {error}") from error
+        made = bytearray(found)
+        for first in chunks.short if digests else ():
+            at = (first - chunks.start) // chunks.chunk_bytes * DIGEST_BYTES
+            with self.reading(first, min(first + chunks.chunk_bytes, chunks.stop)) as views:
+                made[at : at + DIGEST_BYTES] = digest(views)
+        return bytes(made)
 
     def land(self, source: Opened, batches: Batches, scatter: Scatter, *, digests: bool) -> Landing:
         assert isinstance(source, cuda_sharing.OpenedCuda)

@@ -123,6 +123,7 @@ def device_digests(
     target: Spans | None = None,
     *,
     check: Callable[[], object] = lambda: None,
+    is_hashing: bool = True,
 ) -> bytes:
     """`xxh3.digests` on that CUDA device. Raises `NoRoom`, and `RuntimeError` where the device fails.
 
@@ -133,7 +134,7 @@ def device_digests(
         check()
         launcher = CudaLauncher(kernels)
         try:
-            return digests(launcher, source, chunks, target)
+            return digests(launcher, source, chunks, target, is_hashing=is_hashing)
         except BaseException:
             for stream in kernels.streams:  # scratch memory is given back after this
                 with suppress(RuntimeError):

@@ -29,6 +29,7 @@ from ..protocol.names import Undecodable, decoded
 from ..transport.on_device import Shared
 from ..transport.threads import beside_captures, scope
 from .cuda_device import stream_of
+from .host_copies import populate
 from .streams import Piece
 from .xxh3 import Spans
 
@@ -176,6 +177,7 @@ class Part:
     """A part of a ring, seen as bytes of a stream."""
 
     spans: Spans
+    host_address: int | None = None  # of pinned host memory: the device's copy engines go there, not its kernels
 
     @property
     def size_bytes(self) -> int:
@@ -185,15 +187,19 @@ class Part:
 class CudaRing:
     """Memory that two processes have, as one device sees it."""
 
-    def __init__(self, index: int, address: int, handle: bytes, undo: Callable[[Any], Any]) -> None:
+    def __init__(
+        self, index: int, address: int, handle: bytes, undo: Callable[[Any], Any], host_address: int | None = None
+    ) -> None:
         """`undo` gets the driver's functions, and gives back what `address` is."""
+        self._host_address = host_address
         self.handle = handle
         self._index = index
         self._address = address
         self._undo: Callable[[Any], Any] | None = undo
 
     def part(self, at: int, start: int, stop: int) -> Part:
-        return Part(Spans([start], [self._address + at], stop))
+        host_address = None if self._host_address is None else self._host_address + at
+        return Part(Spans([start], [self._address + at], stop), host_address)
 
     def close(self) -> None:
         undo, self._undo = self._undo, None
@@ -245,6 +251,7 @@ def open_ring(index: int, body: bytes, size_bytes: int) -> CudaRing:
 
 def pin_ring(index: int, address: int, size_bytes: int) -> CudaRing:
     """Host memory that stays mapped until this is closed. Raises `TransportMissing`."""
+    populate(address, size_bytes)
     with _driver(index) as driver:
         flags = driver.CU_MEMHOSTREGISTER_PORTABLE | driver.CU_MEMHOSTREGISTER_DEVICEMAP
         _done(driver.cuMemHostRegister(address, size_bytes, flags))
@@ -253,7 +260,7 @@ def pin_ring(index: int, address: int, size_bytes: int) -> CudaRing:
         except TransportMissing:
             driver.cuMemHostUnregister(address)
             raise
-        return CudaRing(index, int(there), b"", lambda driver: driver.cuMemHostUnregister(address))
+        return CudaRing(index, int(there), b"", lambda driver: driver.cuMemHostUnregister(address), address)
 
 
 @scope

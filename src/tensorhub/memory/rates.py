@@ -105,9 +105,9 @@ def on_device_ways(stream: Any, other: int, copy: float, chunk_bytes: int) -> li
     size_bytes = stream.size_bytes
     if not stream.hashes(0, size_bytes):
         return []
-    target = Part(Spans([0], [other], size_bytes))
+    source = Part(Spans([0], [other], size_bytes))
     hashed = best(lambda: stream.device_digests(chunk_bytes), size_bytes)
-    both = best(lambda: stream.copy_to(target, 0, size_bytes, chunk_bytes), size_bytes)
+    both = best(lambda: stream.copy_from(source, 0, size_bytes, chunk_bytes, digests=True), size_bytes)
     return [("digest on the device", hashed, 2 * copy), ("copy with digest", both, copy)]  # a copy reads and writes
 
 

@@ -19,8 +19,8 @@ What is said over a unix socket, after the greetings and the manifest:
     source  READY    as `announcing` says. Through a ring, these chunks fill the next slot
 
 A ring has two slots, used in turn: the source fills one while the reader copies from the other. Each request says how
-many bytes the reader has read, and so which slots are free. A source that is stopped feeds no ring, and is lost after
-`silence_s`.
+many bytes the reader has read, and so which slots are free. The reader judges what it has copied when no further slot
+is filled, or after `RING_WINDOW_BYTES`. A source that is stopped feeds no ring, and is lost after `silence_s`.
 
 Why what was read is right: a chunk counts only if the source's seal was seen after the copy, as with `local`, and if
 the digest that the device made of the copied bytes is the announced one. Why memory does not stay: the reader lets go
@@ -82,6 +82,7 @@ PATHS = {
 SIZES = struct.Struct("=QQ")  # of a ring: bytes in a slot, slots
 SLOTS = 2
 MAX_RING_BYTES = 1 << 34
+RING_WINDOW_BYTES = 512 * MIB  # copied through a ring, then judged together: their chains run beside each other
 RINGS = 4  # of `ring_bytes`: what all rings of a source take together
 ID_BYTES = 16
 MAX_HANDLES_BYTES = 16 << 20
@@ -95,7 +96,7 @@ class CudaSettings:
     token: str | None = field(default=None, repr=False)  # that a reader must show, besides being of the same user
     silence_s: float = 5.0  # as tcp's: the keepalive comes every 1.25 s
     window_bytes: int = 4096 * MIB  # copied in kernels of 0.2 ms, 3 ms in all on an H200, then judged and served on
-    ring_bytes: int = 512 * MIB  # of one reader's ring; half of it of pinned memory, and a quarter of what is read
+    ring_bytes: int = 512 * MIB  # of one reader's ring; a quarter of it of pinned memory, and of what is read
     device_share: float = 1.0  # of the time: after a window that took t, a reader waits t * (1 - share) / share
 
     def __post_init__(self) -> None:
@@ -411,7 +412,7 @@ class CudaServer(LocalServer):
         """As large as is worth it for this content; smaller where the device is nearly full."""
         size_bytes, chunk_bytes, stream = export.stream.size_bytes, export.chunk_bytes, export.stream
         assert isinstance(stream, OnDevice)
-        worth = min(self._ring_bytes if way == RING else self._ring_bytes // 2, room_bytes // 2, size_bytes // 4)
+        worth = min(self._ring_bytes if way == RING else self._ring_bytes // 4, room_bytes // 2, size_bytes // 4)
         chunks = max(1, worth // SLOTS // chunk_bytes)
         while True:
             slot_bytes = -(-max(1, min(chunks * chunk_bytes, size_bytes)) // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -691,29 +692,56 @@ class CudaStream(ReceivingStream):
             self.ask(asked)
             done = 0
             while done < len(asked) and not self.job.is_over:
-                done += self._take(asked, done)
+                done += self._take(asked, done) if self._ring is None else self._take_slots(asked, done, self._ring)
 
     def _take(self, asked: Sequence[int], at: int) -> int:
         """Copy the chunks that follow each other from `asked[at]` on and are there. Returns how many."""
-        job, sink, ring = self.job, self.job.sink, self._ring
-        if ring is None:
-            most = max(1, self._its.peers.settings.window_bytes // sink.chunk_bytes)
-            chunks = self.await_some(asked, at, most)
-        else:
-            chunks = self._await_slot(asked, at, ring)
+        job, sink, source = self.job, self.job.sink, self._source
+        most = max(1, self._its.peers.settings.window_bytes // sink.chunk_bytes)
+        chunks = self.await_some(asked, at, most)
         count, start, stop = len(chunks), job.span(chunks[0])[0], job.span(chunks[-1])[1]
         sink.touch()
         assert isinstance(sink.stream, OnDevice)
         assert isinstance(sink, Taking)
-        source = self._source if ring is None else ring.next(start, stop)
         assert source is not None
         began = time.monotonic()
         digests = sink.stream.copy_from(source, start, stop, sink.chunk_bytes, digests=sink.is_checking)
         took_s = time.monotonic() - began
         self.check_seal()
-        self.note_read(stop - start, is_last=ring is not None or at + count == len(asked))
+        self.note_read(stop - start, is_last=at + count == len(asked))
         job.count_received(stop - start, count)
         sink.take(chunks, digests)
+        job.count_stored(count)
+        self._rest(took_s)
+        return count
+
+    def _take_slots(self, asked: Sequence[int], at: int, ring: Ring) -> int:
+        """Copy slots until the next one is not filled, and judge them together: the source fills others meanwhile.
+
+        Their chunks follow each other from `asked[at]` on. Returns how many.
+        """
+        job, sink, chunk_bytes = self.job, self.job.sink, self.job.sink.chunk_bytes
+        assert isinstance(sink.stream, OnDevice)
+        assert isinstance(sink, Taking)
+        window_bytes = min(RING_WINDOW_BYTES, self._its.peers.settings.window_bytes)
+        first, count, took_s, is_next = job.span(asked[at])[0], 0, 0.0, True
+        while is_next:
+            chunks = self._await_slot(asked, at + count, ring)
+            start, stop = job.span(chunks[0])[0], job.span(chunks[-1])[1]
+            sink.touch()
+            began = time.monotonic()
+            sink.stream.copy_from(ring.next(start, stop), start, stop, chunk_bytes, digests=False)
+            took_s += time.monotonic() - began
+            self.check_seal()
+            self.note_read(stop - start, is_last=True)
+            job.count_received(stop - start, len(chunks))
+            count += len(chunks)
+            is_due = at + count < len(asked) and asked[at + count] == chunks[-1] + 1 and not job.is_over
+            is_next = is_due and stop - first < window_bytes and self.has_ready(asked[at + count])
+        began = time.monotonic()
+        digests = sink.stream.digests_of(first, stop, chunk_bytes) if sink.is_checking else b""
+        took_s += time.monotonic() - began
+        sink.take(range(asked[at], asked[at] + count), digests)
         job.count_stored(count)
         self._rest(took_s)
         return count

@@ -125,6 +125,10 @@ class OnDevice(Protocol):
         """
         ...
 
+    def digests_of(self, start: int, stop: int, chunk_bytes: int) -> bytes:
+        """Of chunks that are here. Bytes [start, stop) begin with a chunk. Raises `TransferError`."""
+        ...
+
     def land(self, source: Opened, batches: Batches, scatter: Scatter, *, digests: bool) -> Landing:
         """For batches that belong here. Raises `TransportMissing` where they cannot come this way, `TransferError`."""
         ...
