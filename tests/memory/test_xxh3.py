@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -276,5 +277,10 @@ def test_tiles_of_any_layout_land_and_go_to_their_places(library: ctypes.CDLL, m
                     assert its.digests() == terms.digests[16 * first : 16 * last], (seed, window)
                     its.scatter()
             its.close()
+            elsewhere = replace(ends[1], addresses=[address + 8 for address in ends[1].addresses])
+            for target, is_known in ((replace(ends[1]), True), (elsewhere, False)):  # tables are made anew only then
+                other = Landing(lambda: Emulator(library), ends[0], target, leg.batches, terms.scatter, is_hashing=True)
+                assert (other._its is its._its) == is_known
+                other.close()
         assert not reader.wrong(model)
         assert all((one == other).all() for one, other in zip(reader.outside(), outside, strict=True))

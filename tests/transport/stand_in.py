@@ -203,8 +203,8 @@ class Launcher:
         weakref.finalize(self, _give_back, size_bytes)
         return -(-memory.ctypes.data // 16) * 16
 
-    def upload(self, words: "array[int]", *, lane: int = 0) -> int:
-        address = self.room(8 * len(words))
+    def upload(self, words: "array[int]", *, lane: int = 0, at: int | None = None) -> int:
+        address = self.room(8 * len(words)) if at is None else at
         ctypes.memmove(address, words.buffer_info()[0], 8 * len(words))
         return address
 

@@ -270,12 +270,14 @@ def test_tiles_land_in_memory_of_bounded_size(make: Make, monkeypatch: pytest.Mo
 
 def test_a_read_that_finds_no_landing_memory_left_takes_little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(landing, "WAIT_S", 0)
-    first, second, third = (landing.Share(1 << 30, 1 << 16) for _ in range(3))
-    assert first.window_bytes == second.window_bytes > 120 << 20
+    needs = (1 << 30, 1 << 16, 2 * (4096 + 256 + 16), 1 << 20)
+    first, second, third = (landing.Share(*needs) for _ in range(3))
+    assert first.window_bytes == second.window_bytes > 119 << 20
     assert first._bytes + second._bytes <= landing.MAX_BYTES
+    assert not set(first.lanes) & set(second.lanes)
     assert third.window_bytes == landing.LEAST_WINDOW_BYTES
     first.give_back()
-    fourth = landing.Share(1 << 30, 1 << 16)
+    fourth = landing.Share(*needs)
     assert landing.LEAST_WINDOW_BYTES < fourth.window_bytes < first.window_bytes
     for share in (second, third, fourth):
         share.give_back()

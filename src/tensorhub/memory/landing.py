@@ -5,12 +5,13 @@ the source's stream, tile by tile, each tile in the order of its digest. Only ti
 registered tensors. Two windows are under way at a time, so that the host judges one while the device gathers the other.
 
 Rules:
-1. Tables for all batches are made and uploaded once for a read. A window is a range of their rows.
+1. Tables for all batches are made once for a plan, a source and a target, and uploaded once for a read. A window is a
+   range of their rows.
 2. Each tile lies at a multiple of 4 KiB of the landing memory, so that rows of aligned memory stay aligned.
 3. A tile that comes in another order (`Scatter.turns`) is copied once more, in its own order, and hashed there.
 4. The device hashes tiles of `LEAST_BYTES` and more. Shorter ones go to the host.
-5. All reads of a process share `MAX_BYTES`. Each takes half of it, for it is the faster the longer its windows are.
-   Where less is left, it waits for 50 ms, as long as a read of some 10 GiB takes. Then it takes what is left, and room
+5. All reads of a process share `MAX_BYTES`, tables and scratch memory included. Each takes half of it, for it is the
+   faster the longer its windows are. Where less is left, it waits for `WAIT_S`. Then it takes what is left, and room
    for two windows of its longest tile in any case.
 6. Rows that lie in several pieces of memory are refused (`ValueError`), before anything is launched.
 """
@@ -24,6 +25,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import ClassVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import xxhash
@@ -50,6 +53,7 @@ from .xxh3 import (
     CHAIN_LANES,
     CONSTANTS,
     GROUP_BYTES,
+    LANES,
     LEAST_BYTES,
     SUMS_BYTES,
     Launcher,
@@ -63,11 +67,13 @@ from .xxh3 import (
 
 MAX_BYTES = 512 << 20  # for all reads of this process, of tiles of 8 MiB at most
 LEAST_WINDOW_BYTES = 8 << 20  # for a read that finds little left of it
-WAIT_S = 0.05  # for others to give theirs back: their sources may be filling, and stand still
+WAIT_S = 1.0  # for others to give theirs back: their sources may be filling, and stand still
 MAX_TILE_BYTES = 128 << 20  # a longer one is left to other transports
 SHORT_BYTES = 16  # of these, each short tile takes a multiple
 PART_BYTES = 8192  # of a row, copied at once: PART of xxh3.cu
 ROW_WORDS = COLUMNS + 1
+JOBS_BYTES = 512  # of one window
+ROUNDED_BYTES = 16 << 10  # what a device rounds up, and jobs
 _WORD = (1 << 64) - 1
 
 
@@ -104,13 +110,13 @@ class Moves:
         """`first` says for each batch which row is its first, and behind the last batch how many there are."""
         self.first: list[int] = first.tolist()
         self.table = row_table(rows)
-        self.address = 0  # once it is uploaded
+        self.at = 0  # where it begins in the words that are uploaded, in bytes
 
-    def job(self, first: int, last: int, source: int, target: int) -> tuple[int, ...]:
+    def job(self, tables: int, first: int, last: int, source: int, target: int) -> tuple[int, ...]:
         """A `Move` of rows [first, last), with what is added to their places; nothing where there are none."""
         if first == last:
             return ()
-        return self.address + 8 * ROW_WORDS * first, last - first, source & _WORD, target & _WORD
+        return tables + self.at + 8 * ROW_WORDS * first, last - first, source & _WORD, target & _WORD
 
 
 class Share:
@@ -118,22 +124,34 @@ class Share:
 
     _changed = threading.Condition()
     _taken_bytes = 0
+    _readers: ClassVar[list[int]] = [0] * (LANES // WINDOWS)  # of each pair of lanes
 
-    def __init__(self, whole_bytes: int, largest_bytes: int) -> None:
-        """For a read of so many bytes in all, and in its largest batch. May wait for `WAIT_S`."""
-        group_bytes = WINDOWS * (GROUP_BYTES + SUMS_BYTES)
-        wanted = min(MAX_BYTES // 2, whole_bytes // GROUP_BYTES * group_bytes)
+    def __init__(self, whole_bytes: int, largest_bytes: int, group_bytes: int, tables_bytes: int) -> None:
+        """For a read of so many bytes in all, and in its largest batch. May wait for `WAIT_S`.
+
+        `group_bytes`: what both windows take for each group of one. `tables_bytes`: what the read takes beside that.
+        """
+        wanted = min(MAX_BYTES // 2, tables_bytes + -(-whole_bytes // GROUP_BYTES) * group_bytes)
         with self._changed:
             self._changed.wait_for(lambda: MAX_BYTES - Share._taken_bytes >= wanted, WAIT_S)
-            fair = max(0, min(wanted, MAX_BYTES - Share._taken_bytes)) // group_bytes * GROUP_BYTES
+            left = min(wanted, MAX_BYTES - Share._taken_bytes) - tables_bytes
+            fair = max(0, left) // group_bytes * GROUP_BYTES
             self.window_bytes = min(whole_bytes, max(largest_bytes, LEAST_WINDOW_BYTES, fair))
-            self._bytes = self.window_bytes // GROUP_BYTES * group_bytes
+            self._bytes = tables_bytes + self.window_bytes // GROUP_BYTES * group_bytes
             Share._taken_bytes += self._bytes
+            self._pair = self._readers.index(min(self._readers))
+            self._readers[self._pair] += 1
+
+    @property
+    def lanes(self) -> range:
+        """Of its windows: as few other reads as can be launch there."""
+        return range(WINDOWS * self._pair, WINDOWS * (self._pair + 1))
 
     def give_back(self) -> None:
         """Once nothing uses it."""
         with self._changed:
             Share._taken_bytes -= self._bytes
+            self._readers[self._pair] -= 1
             self._changed.notify_all()
 
 
@@ -152,16 +170,59 @@ class Shorts:
         self.tiles: list[tuple[int, int]] = list(zip(tiles.tolist(), sizes[tiles].tolist(), strict=True))  # and sizes
 
 
+class Tables:
+    """What the kernels are told of all batches: of one plan, source and target."""
+
+    def __init__(self, batches: Batches, scatter: Scatter, source: Spans, target: Spans) -> None:
+        """Raises `ValueError` for a row that does not lie in one piece of memory."""
+        self.source, self.target = source, target
+        places = Places.of(scatter)
+        sizes = np.diff(places.tiles)
+        self.tile_count = len(sizes)
+        self.first_tile: list[int] = places.first_tile.tolist()
+        self.batch_at: list[int] = places.batch_at.tolist()
+        self.largest_bytes = max(b - a for a, b in pairwise(self.batch_at))
+        self.gathers = _gathers(places, batches, source)
+        self.turns = _turns(places, scatter)
+        self.scatters = _scatters(places, scatter, target)
+        self.shorts = Shorts(places)
+        self.firsts = first_groups(sizes)
+        self.words = CONSTANTS + chunk_table(places.seen, sizes, self.firsts)
+        for moves in (self.gathers, self.turns, self.scatters, self.shorts.moves):
+            moves.at = 8 * len(self.words)
+            self.words += moves.table
+
+
+_tables: "WeakKeyDictionary[Scatter, Tables]" = WeakKeyDictionary()  # of each plan that is kept
+
+
+def _tables_of(batches: Batches, scatter: Scatter, source: Spans, target: Spans) -> Tables:
+    """As they were made for an earlier read, if source and target lie where they lay."""
+    known = _tables.get(scatter)
+    if known is None or (known.source, known.target) != (source, target):
+        known = _tables[scatter] = Tables(batches, scatter, source, target)
+    return known
+
+
+@dataclass
+class _Slot:
+    """Memory for one window, and the lane in which it is used."""
+
+    lane: int
+    memory: int
+    sums: int
+    found: int
+    shorts: int
+    jobs: int
+
+
 @dataclass
 class _Window:
     """Batches under way."""
 
     batches: range
-    lane: int
-    base: int  # the address of the landing memory's first byte, if all of it were there
-    device: Launcher  # for what this window alone needs
-    found: int = 0
-    shorts: int = 0
+    slot: _Slot
+    scatter_at: int = 0  # its job, once it is uploaded
 
 
 class Landing:
@@ -180,122 +241,111 @@ class Landing:
         """Source and target are streams on the device. Raises `NoRoom`, and `ValueError` for rows that cannot be."""
         self._make = make
         self._is_hashing = is_hashing
-        places = Places.of(scatter)
-        self._first_tile, self._batch_at = places.first_tile.tolist(), places.batch_at.tolist()
-        self._gathers = _gathers(places, batches, source)
-        self._turns = _turns(places, scatter)
-        self._scatters = _scatters(places, scatter, target)
-        self._shorts = Shorts(places)
-        sizes = np.diff(places.tiles)
-        self._firsts = first_groups(sizes)
+        self._its = _tables_of(batches, scatter, source, target)
         self._device = make()
-        self._slots, self._sums = self._memory()
+        self._slots = self._memory()
         self._under_way: deque[_Window] = deque()
-        self._lane = 0
-        chunks = chunk_table(places.seen, sizes, self._firsts)
-        self._chunks, self._constants = self._device.upload(chunks), self._device.upload(CONSTANTS)
-        for moves in (self._gathers, self._turns, self._scatters, self._shorts.moves):
-            moves.address = self._device.upload(moves.table)
-        self._device.wait(0)
+        self._next = 0
+        self._tables = self._device.upload(self._its.words, lane=self._slots[0].lane)
+        self._device.wait(self._slots[0].lane)
 
-    def _memory(self) -> tuple[list[int], list[int]]:
-        """Landing memory for each window, and room for sums."""
-        largest = max(b - a for a, b in pairwise(self._batch_at))
-        if largest > MAX_TILE_BYTES:
-            raise NoRoom(f"no room for tiles of {largest} B to land in")
-        share = Share(self._batch_at[-1], largest)
+    def _memory(self) -> list[_Slot]:
+        """For each window."""
+        its = self._its
+        if its.largest_bytes > MAX_TILE_BYTES:
+            raise NoRoom(f"no room for tiles of {its.largest_bytes} B to land in")
+        short_bytes = -(-LEAST_BYTES // SHORT_BYTES) * SHORT_BYTES if its.shorts.tiles else 0
+        group_bytes = WINDOWS * (GROUP_BYTES + SUMS_BYTES + DIGEST_BYTES + short_bytes)
+        share = Share(its.batch_at[-1], its.largest_bytes, group_bytes, 8 * len(its.words) + ROUNDED_BYTES)
         self._give_back = weakref.finalize(self, share.give_back)
-        for self._window_bytes in (share.window_bytes, min(share.window_bytes, max(largest, LEAST_WINDOW_BYTES))):
+        least_bytes = min(share.window_bytes, max(its.largest_bytes, LEAST_WINDOW_BYTES))
+        for self._window_bytes in (share.window_bytes, least_bytes):
+            groups = self._window_bytes // GROUP_BYTES  # at most as many tiles
+            sizes = (self._window_bytes, SUMS_BYTES * groups, DIGEST_BYTES * groups, short_bytes * groups, JOBS_BYTES)
             with suppress(NoRoom):
-                slots = [self._device.room(self._window_bytes, lane=lane) for lane in range(WINDOWS)]
-                sums_bytes = self._window_bytes // GROUP_BYTES * SUMS_BYTES
-                return slots, [self._device.room(sums_bytes, lane=lane) for lane in range(WINDOWS)]
+                return [
+                    _Slot(
+                        lane, *(self._device.room(size_bytes, lane=lane) if size_bytes else 0 for size_bytes in sizes)
+                    )
+                    for lane in share.lanes
+                ]
             self._device = self._make()  # gives back what it had
         raise NoRoom("the device has no memory left for tiles to land in")
 
     def reach(self, first: int) -> int:
         """A window that begins with this batch can have those up to which one."""
-        return bisect_right(self._batch_at, self._batch_at[first] + self._window_bytes) - 1
+        return bisect_right(self._its.batch_at, self._its.batch_at[first] + self._window_bytes) - 1
 
     def gather(self, batches: range) -> None:
         """Begin to bring these from the source, and to hash them. Two windows at most may be under way."""
         assert len(self._under_way) < WINDOWS, "a window would land on one that is not in place yet"
-        lane = self._lane
-        self._lane = (lane + 1) % WINDOWS
-        at = self._batch_at[batches.start]
-        window = _Window(batches, lane, self._slots[lane] - at, self._make())
-        jobs = [self._move(self._gathers, batches, target=window.base)]
-        jobs.append(self._move(self._turns, batches, source=window.base, target=window.base))
+        its, slot = self._its, self._slots[self._next]
+        self._next = (self._next + 1) % WINDOWS
+        at = its.batch_at[batches.start]
+        base = slot.memory - at  # the address of the landing memory's first byte, if all of it were there
+        jobs = [("move", 0, self._move(its.gathers, batches, target=base))]
+        jobs.append(("move", 0, self._move(its.turns, batches, source=base, target=base)))
         if self._is_hashing:
-            jobs += self._hashing(window, at)
-        self._launch(window, jobs)
-        self._under_way.append(window)
+            jobs += self._hashing(batches, slot, base)
+        words, places = array("Q", (at, slot.memory)), []
+        for job_ in (*(job_ for _, _, job_ in jobs), self._move(its.scatters, batches, source=base)):
+            places.append(slot.jobs + 8 * len(words) if job_ else 0)
+            words.extend(job_)
+        self._device.upload(words, lane=slot.lane, at=slot.jobs)
+        for (kernel, threads, _), place in zip(jobs, places, strict=False):
+            if place:
+                self._device.launch(kernel, threads, place, lane=slot.lane)
+        self._under_way.append(_Window(batches, slot, places[-1]))
 
-    def _hashing(self, window: _Window, at: int) -> list[tuple[str, int, tuple[int, ...]]]:
-        first, last = (self._first_tile[batch] for batch in (window.batches.start, window.batches.stop))
-        device, lane = window.device, window.lane
-        window.found = device.room(16 * (last - first), lane=lane)
-        segment = device.upload(array("Q", (at, self._slots[lane])), lane=lane)
-        words = job(
-            *((segment, 1, 0, 0), self._chunks, self._firsts, first, last),
-            *(self._constants, self._sums[lane], window.found),
-        )
-        jobs = [("sum_only", 0, words), ("chain", CHAIN_LANES * (last - first), words)]
-        shorts = self._shorts
+    def _hashing(self, batches: range, slot: _Slot, base: int) -> list[tuple[str, int, tuple[int, ...]]]:
+        its, (first, last) = self._its, self._tiles(batches)
+        maps, chunks = (slot.jobs, 1, 0, 0), self._tables + 8 * len(CONSTANTS)
+        words = job(maps, chunks, its.firsts, first, last, self._tables, slot.sums, slot.found)
+        shorts = its.shorts
         low, high = shorts.moves.first[first], shorts.moves.first[last]
-        if low < high:
-            window.shorts = device.room(shorts.at[high] - shorts.at[low], lane=lane)
-            jobs.append(("move", 0, shorts.moves.job(low, high, window.base, window.shorts - shorts.at[low])))
-        return jobs
+        move = shorts.moves.job(self._tables, low, high, base, slot.shorts - shorts.at[low])
+        return [("sum_only", 0, words), ("chain", CHAIN_LANES * (last - first), words), ("move", 0, move)]
+
+    def _tiles(self, batches: range) -> tuple[int, int]:
+        return self._its.first_tile[batches.start], self._its.first_tile[batches.stop]
 
     def digests(self) -> bytes:
         """Of each tile of the earliest window under way, 16 bytes. Waits for it; empty where nothing is hashed."""
         window = self._under_way[0]
+        slot, shorts, (first, last) = window.slot, self._its.shorts, self._tiles(window.batches)
         if not self._is_hashing:
-            window.device.wait(window.lane)
+            self._device.wait(slot.lane)
             return b""
-        first, last = (self._first_tile[batch] for batch in (window.batches.start, window.batches.stop))
-        found = bytearray(as_digests(window.device.download(window.found, 2 * (last - first), lane=window.lane)))
-        if window.shorts:
-            low, high = self._shorts.moves.first[first], self._shorts.moves.first[last]
-            base = self._shorts.at[low]
-            words = window.device.download(window.shorts, (self._shorts.at[high] - base) // 8, lane=window.lane)
-            for (tile, size), start in zip(self._shorts.tiles[low:high], self._shorts.at[low:high], strict=True):
-                digest = xxhash.xxh3_128_digest(memoryview(words).cast("B")[start - base :][:size])
-                at = DIGEST_BYTES * (tile - first)
-                found[at : at + DIGEST_BYTES] = digest
-        return bytes(found)
+        found = as_digests(self._device.download(slot.found, 2 * (last - first), lane=slot.lane))
+        low, high = shorts.moves.first[first], shorts.moves.first[last]
+        if low == high:
+            return found
+        made, base = bytearray(found), shorts.at[low]
+        words = self._device.download(slot.shorts, (shorts.at[high] - base) // 8, lane=slot.lane)
+        for (tile, size), start in zip(shorts.tiles[low:high], shorts.at[low:high], strict=True):
+            at = DIGEST_BYTES * (tile - first)
+            made[at : at + DIGEST_BYTES] = xxhash.xxh3_128_digest(memoryview(words).cast("B")[start - base :][:size])
+        return bytes(made)
 
     def scatter(self) -> None:
         """Put the earliest window under way in place; its digests were right. Waits for it."""
         window = self._under_way[0]
-        self._launch(window, [self._move(self._scatters, window.batches, source=window.base)])
-        window.device.wait(window.lane)
+        lane = window.slot.lane
+        if window.scatter_at:
+            self._device.launch("move", 0, window.scatter_at, lane=lane)
+        self._device.wait(lane)
         self._under_way.popleft()
 
     def close(self) -> None:
         """Wait for what was launched, and give the memory back."""
-        for lane in range(WINDOWS):
-            self._device.wait(lane)
+        for slot in self._slots:
+            self._device.wait(slot.lane)
         self._under_way.clear()
         del self._device
         self._give_back()
 
-    @staticmethod
-    def _move(moves: Moves, batches: range, *, source: int = 0, target: int = 0) -> tuple[str, int, tuple[int, ...]]:
-        return "move", 0, moves.job(moves.first[batches.start], moves.first[batches.stop], source, target)
-
-    def _launch(self, window: _Window, jobs: list[tuple[str, int, tuple[int, ...]]]) -> None:
-        words = array("Q")
-        for _, _, its in jobs:
-            words.extend(its)
-        if not words:
-            return
-        at = window.device.upload(words, lane=window.lane)
-        for kernel, threads, its in jobs:
-            if its:
-                window.device.launch(kernel, threads, at, lane=window.lane)
-            at += 8 * len(its)
+    def _move(self, moves: Moves, batches: range, *, source: int = 0, target: int = 0) -> tuple[int, ...]:
+        return moves.job(self._tables, moves.first[batches.start], moves.first[batches.stop], source, target)
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
