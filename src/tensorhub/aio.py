@@ -410,6 +410,7 @@ class Weights(Worker):
         """Withdraw, wait for readers, leave; the tensors are the caller's alone then. Idempotent; fit for `__del__`."""
         self._is_closing = True
         await self._here(self._client.close(self._deadline(timeout)))
+        self._kept = None
 
     # ------------------------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 import gc
 import logging
 import threading
+import weakref
 from collections import Counter
 
 import numpy as np
@@ -113,7 +114,9 @@ def test_updates_leave_nothing_for_the_garbage_collector(join, kind, boxes):
 def test_what_is_closed_holds_no_memory_though_somebody_holds_it(join):
     """Tensors and host copies: who keeps a closed `Weights` around is not to pay for that."""
     trainer, _ = join("t", 1.0)
-    rollout, _ = join("r", prefetch="always")
+    rollout, tensor = join("r", prefetch="always")
+    known = weakref.ref(tensor)
+    del tensor
     trainer.publish(1)
     rollout.replicate()
     with trainer.mutating(version=2):
@@ -124,6 +127,7 @@ def test_what_is_closed_holds_no_memory_though_somebody_holds_it(join):
     assert data.copies.used_bytes == 0
     assert not data.copies._contents
     assert (data.registration, data.content, data.incoming, data.vacated) == (None, None, None, None)
+    assert known() is None
 
 
 def test_a_model_of_nothing_can_be_published(join):
