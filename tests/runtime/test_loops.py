@@ -14,7 +14,7 @@ import weakref
 import pytest
 
 from runtime.kit import eventually
-from tensorhub.protocol.errors import DeadlineExceeded
+from tensorhub.protocol.errors import DeadlineExceeded, UsageError
 from tensorhub.runtime import loops
 from tensorhub.runtime.loops import in_thread, loop_thread
 from tensorhub.transport import threads
@@ -187,3 +187,39 @@ def test_a_cancelled_coroutine_of_another_loop_takes_back_what_it_had_opened():
 
 async def _nothing():
     pass
+
+
+@pytest.mark.parametrize("is_awaited", [False, True])
+def test_threads_take_short_turns_while_a_call_is_brief(monkeypatch, is_awaited):
+    monkeypatch.setattr(loops, "BRIEF_S", 0.05)
+    thread, seen, usual_s = loop_thread(), [], 0.004
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(usual_s)
+
+    def is_short():
+        return sys.getswitchinterval() == pytest.approx(threads.SHORT_S)
+
+    async def long():
+        seen.append(is_short())
+        while is_short():
+            await asyncio.sleep(0.001)
+
+    async def story():
+        await thread.here(long())
+
+    try:
+        if is_awaited:
+            asyncio.run(story())
+        else:
+            thread.wait(long(), deadline=time.monotonic() + 30, what="it")
+        assert seen == [True]
+        assert sys.getswitchinterval() == pytest.approx(usual_s)
+        with pytest.raises(UsageError):
+            thread.wait(_failing(), deadline=time.monotonic() + 30, what="it")
+        assert sys.getswitchinterval() == pytest.approx(usual_s)
+    finally:
+        sys.setswitchinterval(before_s)
+
+
+async def _failing():
+    raise UsageError("no")

@@ -17,7 +17,16 @@ from typing import Generic, Literal, TypeVar
 
 from ..protocol.errors import Closed, DeadlineExceeded, TensorHubError, UsageError
 from ..transport import threads
-from ..transport.threads import Thread, block_sigpipe, is_ending, no_thread, start, track, tracked
+from ..transport.threads import (
+    ShortSwitchInterval,
+    Thread,
+    block_sigpipe,
+    is_ending,
+    no_thread,
+    start,
+    track,
+    tracked,
+)
 
 # A caller may be interrupted at any instruction (Ctrl-C). So it shares no lock with the loop: only the loop changes a
 # call, and the caller waits for a bare lock or a future of its own loop.
@@ -175,6 +184,7 @@ async def _one_after_another(
 AGAIN_S = 0.1  # until the next try to start a thread that must be
 GRACE_S = 0.8  # a call that has not ended this long after its deadline is given up by its caller: the loop is stuck
 OUR_THREAD = "this is the thread of TensorHub in which it would be done"
+BRIEF_S = 0.25  # a call begins, or is over: its threads take turns soon, beside a busy one too (decision 0037)
 UNWIND_S = 1.0  # for what an interrupt cancels: it takes milliseconds where the loop gets to run
 
 
@@ -287,16 +297,23 @@ class LoopThread:
             on_end=partial(release, ended, loop),
             on_settled=partial(release, settled, loop),
         )
+        interval = ShortSwitchInterval()
+        restoring = loop.call_later(BRIEF_S, interval.restore)
         try:
+            interval.shorten()
             call.begin()
             await ended
+            interval.restore()
             with threads.named("it worked for a caller"):
                 return call.outcome()
         except BaseException:
             if call.abandon_unless_over():
                 await asyncio.wait([settled], timeout=UNWIND_S)
+            interval.restore()
             del call, work
             raise
+        finally:
+            restoring.cancel()
 
 
 def wait_in(
@@ -314,10 +331,14 @@ def wait_in(
         raise UsageError(text, hint="a finaliser (__del__) runs where the collector does: let it close(), no more")
     ended, settled = held_lock(), held_lock()
     call = CrossThreadCall(loop, work, undo=undo, on_end=ended.release, on_settled=settled.release)
+    interval, patience_s = ShortSwitchInterval(), max(0.0, deadline - time.monotonic()) + GRACE_S
     try:
+        interval.shorten()
         call.begin()
-        if ended.acquire(timeout=max(0.0, deadline - time.monotonic()) + GRACE_S):
-            return call.outcome()
+        has_ended = ended.acquire(timeout=min(BRIEF_S, patience_s))
+        interval.restore()
+        if has_ended or ended.acquire(timeout=max(0.0, patience_s - BRIEF_S)):
+            return call.outcome()  # nothing may come after it
         call.abandon()
         check_unpatched()
         text = f"{what} did not end by its deadline: this process's worker thread does not get to run"
@@ -326,6 +347,7 @@ def wait_in(
     except BaseException:
         if call.abandon_unless_over():
             settled.acquire(timeout=UNWIND_S)
+        interval.restore()
         del call, work  # a failure's traceback knows this frame, and they the failure
         raise
 

@@ -404,7 +404,7 @@ _ROUNDING_S = 1.5e-6  # Python keeps whole microseconds
 class ShortSwitchInterval:
     """From the block's beginning to its end, but not between `restore` and `shorten`. For one thread."""
 
-    _lock = threading.Lock()
+    _lock = threading.RLock()  # a signal's handler, or a finaliser, may come while its own thread has it
     _wanting = 0  # blocks of all threads that want it short
     _before_s = 0.0  # what the interval was when the first came
 
@@ -456,7 +456,7 @@ def _put_back() -> None:
 def _put_back_in_child() -> None:
     """None of those threads is here, and one of them may have had the lock."""
     _put_back()
-    ShortSwitchInterval._lock, ShortSwitchInterval._wanting = threading.Lock(), 0
+    ShortSwitchInterval._lock, ShortSwitchInterval._wanting = threading.RLock(), 0
 
 
 os.register_at_fork(after_in_child=_put_back_in_child)

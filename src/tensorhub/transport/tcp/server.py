@@ -487,18 +487,21 @@ class TcpServer:
             while not self._is_closing.is_set():
                 try:
                     coming.poll()
-                    sock = made(lambda: listener.accept()[0])
-                    sock.setblocking(True)  # as some systems do not
+                    with ShortSwitchInterval():
+                        self._accept_one(listener)
                 except BlockingIOError:
                     continue  # the peer has left, or this is closing
                 except OSError as error:
                     threads.note(error, did="it accepted a reader")
                     self._is_closing.wait(_AGAIN_S)
-                    continue
-                try:
-                    self._take(sock)
-                except MemoryError:
-                    sock.close()
+
+    def _accept_one(self, listener: socket.socket) -> None:
+        sock = made(lambda: listener.accept()[0])
+        sock.setblocking(True)  # as some systems do not
+        try:
+            self._take(sock)
+        except MemoryError:
+            sock.close()
 
     def _take(self, sock: socket.socket) -> None:
         """Give a new connection a thread of its own, or hang up."""
