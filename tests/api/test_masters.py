@@ -106,6 +106,7 @@ def drained(monkeypatch):
         real(*arguments, **named)
 
     monkeypatch.setattr(dataplane, "withdraw_everywhere", withdraw)
+    monkeypatch.setattr(dataplane, "withdraw_unread", lambda *_: False)
     yield ended
     ended.set()
 

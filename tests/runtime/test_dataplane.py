@@ -14,7 +14,7 @@ from tensorhub.memory.registration import register
 from tensorhub.protocol.errors import HostMemoryFull, SessionLost, SourceLost, TransportMissing
 from tensorhub.protocol.messages import Grant, Report
 from tensorhub.protocol.names import Digest, Ticket, Version, worker_id
-from tensorhub.runtime import dataplane
+from tensorhub.runtime import content, dataplane
 from tensorhub.runtime.connection import decode_to_server, encode
 from tensorhub.runtime.content import Meter, Routes
 from tensorhub.runtime.dataplane import DataPlane
@@ -79,6 +79,9 @@ class FakeTransport:
 
     def export(self, export):
         self.exports[export.key] = export
+
+    def withdraw_unread(self, key):
+        return False
 
     def withdraw(self, key, *, timeout_s):
         self.withdrawals += 1
@@ -202,11 +205,11 @@ def test_a_host_copy_that_cannot_be_mapped_is_read_at_once():
 
 def test_a_read_that_could_not_be_mapped_and_has_no_room_is_over(monkeypatch):
     async def story(s):
-        def content(*arguments):
+        def no_content(*arguments):
             raise HostMemoryFull("no room")
 
         monkeypatch.setattr(dataplane, "NO_ROOM_S", 0.01)
-        monkeypatch.setattr(s.data.copies, "content", content)
+        monkeypatch.setattr(s.data.copies, "content", no_content)
         read = start_to_share(s)
         assert read.sink.begin(s.manifest.encode()) == ()
         former = s.data._reading
@@ -343,6 +346,53 @@ def test_what_is_only_opened_writes_nothing_and_can_be_opened_here_too():
         order = [type(event) for event in s.told if isinstance(event, ReadOpened | ReadTouched | ReadEnded)]
         assert order == [ReadOpened, ReadTouched, ReadEnded]
         assert (s.target == s.source).all()
+
+    run(story)
+
+
+async def _opened(s):
+    """A read that has the manifest, whose thread waits: (the read, what `begin` returns there)."""
+    s.data.open_read(s.grant(10))
+    (read,) = s.transport.reads
+    beginning = asyncio.create_task(asyncio.to_thread(read.sink.begin, s.manifest.encode()))
+    assert await s.until(ReadOpened) == [ReadOpened(Ticket(10))]
+    return read, beginning
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_what_was_opened_goes_on_over_its_connection_or_anew_where_that_is_gone(monkeypatch, is_cut):
+    async def story(s):
+        monkeypatch.setattr(content, "KEPT_OPEN_S", 30.0)
+        read, beginning = await _opened(s)
+        s.data.start_read(s.grant(10))
+        assert len(await beginning) == CHUNKS
+        assert s.transport.reads == [read]
+        if is_cut:
+            read.on_end(SourceLost("it needed the connection for others"))
+            async with asyncio.timeout(5):
+                while len(s.transport.reads) == 1:  # noqa: ASYNC110
+                    await asyncio.sleep(0.005)
+            read = s.transport.reads[-1]
+            read.sink.begin(s.manifest.encode())
+        for chunk in range(CHUNKS):
+            read.take(s.source, chunk)
+        read.on_end(None)
+        assert await s.until(ReadEnded) == [ReadEnded(Ticket(10), complete=True)]
+        assert (s.target == s.source).all()
+
+    run(story)
+
+
+def test_what_was_opened_and_is_not_wanted_any_more_does_not_wait(monkeypatch):
+    async def story(s):
+        monkeypatch.setattr(content, "KEPT_OPEN_S", 30.0)
+        read, beginning = await _opened(s)
+        assert s.data.stop_read(Ticket(10)) is False
+        with pytest.raises(SessionLost, match="told to stop"):
+            await beginning
+        read.on_end(None)
+        assert await s.until(ReadEnded) == [ReadEnded(Ticket(10))]
+        assert read.is_stopped
 
     run(story)
 

@@ -201,7 +201,7 @@ def test_threads_take_short_turns_while_a_call_is_brief(monkeypatch, is_awaited)
 
     async def long():
         seen.append(is_short())
-        while is_short():
+        while is_short():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
     async def story():

@@ -1,5 +1,6 @@
 """A version in a worker's memory: its export, the routes to other workers, the open read, and what that may count."""
 
+import _thread
 import asyncio
 import ipaddress
 import logging
@@ -50,7 +51,7 @@ from ..transport.sealed import Shared
 from ..transport.tcp.addresses import parse_endpoint
 from ..transport.threads import as_ours
 from ..worker.events import ReadMeasured
-from .loops import in_thread
+from .loops import held_lock, in_thread
 
 NOTHING = Batches.of(array("q"), [], 0)
 
@@ -191,6 +192,9 @@ class Counting(Trusted):
         self._target.stored(chunk)
 
 
+KEPT_OPEN_S = 0.25  # a round trip to the server and back; the source keeps a connection for it
+
+
 class TrustedSink(Counting):
     """A `Sink` for one read of one source: the fill behind it, as long as the read is trusted."""
 
@@ -203,20 +207,45 @@ class TrustedSink(Counting):
         is_only_opened: bool = False,
         shares: bool = False,
         on_touch: Callable[[], None] = lambda: None,
+        on_opened: Callable[[], None] = lambda: None,
     ) -> None:
         """`is_only_opened`: the manifest is wanted, and no chunk. `shares`: and the source's memory if it can be had.
 
-        `on_touch` is called once, in a transport's thread, before the first byte is written.
+        `on_touch` is called once, in a transport's thread, before the first byte is written. `on_opened` is called
+        there once the manifest of what is only opened is here.
         """
         super().__init__(fill, Touch(lease, on_touch), is_cross_site=is_cross_site)
         self.is_only_opened = is_only_opened or shares
         self.shares = shares
+        self._on_opened = on_opened
+        self._kept_open: _thread.LockType | None = None  # what the transport's thread waits for
+        self._lock = threading.Lock()
         self.shared: tuple[Shared, int] | None = None  # the memory, and where in it the bytes begin
         self._fill = fill
 
     def begin(self, manifest: bytes) -> Sequence[int]:
+        """For what is only opened, it waits a moment for `go_on`: the same connection then brings the chunks."""
         missing = super().begin(manifest)
+        if self.is_only_opened and not self.shares:
+            with self._lock:
+                self.check()
+                going_on = self._kept_open = held_lock()
+            self._on_opened()
+            going_on.acquire(timeout=KEPT_OPEN_S)
+            with self._lock:
+                self._kept_open = None
+            self.check()
         return () if self.is_only_opened else missing
+
+    def go_on(self) -> bool:
+        """Read what was opened, over its connection. Returns whether there still is one."""
+        with self._lock:
+            kept, self._kept_open = self._kept_open, None
+        if kept is None:
+            return False
+        self.is_only_opened = False
+        kept.release()
+        return True
 
     @property
     def manifest(self) -> Manifest:
@@ -229,7 +258,12 @@ class TrustedSink(Counting):
 
     def bar(self) -> bool:
         """Let nothing be written any more unless something was before. Returns whether it was; final either way."""
-        return self._touch.bar()
+        is_touched = self._touch.bar()
+        with self._lock:
+            kept, self._kept_open = self._kept_open, None
+        if kept is not None:
+            kept.release()
+        return is_touched
 
     def stored(self, chunk: int) -> None:
         self.check()
@@ -368,6 +402,11 @@ def withdraw_everywhere(
             if not is_told and time.monotonic() - began > SLOW_S:
                 is_told = True
                 _log.warning("%s: %s is still being read after %.0f s", who, key, SLOW_S)
+
+
+def withdraw_unread(transports: Iterable[Transport], key: str) -> bool:
+    """Whether it has no readers, and gets none: known at once."""
+    return all(transport.withdraw_unread(key) for transport in transports)
 
 
 Known = Manifest | TiledVersion  # what a version is, in whichever way it was published
@@ -574,7 +613,8 @@ class OpenRead:
         self.counted_bytes = 0
         self.measured: ReadMeasured | None = None
         self.told = -1
-        self.is_opened = False  # it has the manifest, and waits
+        self.is_opened = False  # it has the manifest, and no connection
+        self.has_gone_on = False  # over the connection by which it was opened
         self.is_waking = False
         self.measuring: asyncio.Handle | None = None  # the next look at its rate
         self.looking: asyncio.Handle | None = None  # the next look at its progress

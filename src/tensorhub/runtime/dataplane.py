@@ -37,6 +37,7 @@ from .content import (
     TrustedSink,
     key_of,
     withdraw_everywhere,
+    withdraw_unread,
 )
 from .copies import HostCopies
 from .loops import Background, hand_over, in_thread
@@ -154,6 +155,9 @@ class DataPlane:
             self.tiles.read(grant, is_only_opened=is_only_opened)
             return
         if self._reading is not None:  # it was opened, or could not be mapped, and is now read
+            if self._reading.grant.ticket == grant.ticket and self._reading.sink.go_on():
+                self._reading.has_gone_on = True
+                return
             self._reading.end()
             self._reading = None  # there may be no room to read it
         try:
@@ -171,6 +175,7 @@ class DataPlane:
             is_only_opened=is_only_opened,
             shares=grant.shares,
             on_touch=lambda: self.wake(self.touched, grant.ticket, grant, content),
+            on_opened=lambda: self.wake(self.tell, ReadOpened(grant.ticket)),
         )
         reading = self._reading = OpenRead(grant, content, sink)
         self._background.once_free(content.key, lambda: self._begin(reading))
@@ -327,9 +332,13 @@ class DataPlane:
             return
         if reading.sink.is_only_opened and error is None and not reading.sink.is_stopped:
             reading.is_opened = True  # nothing runs until the read is started, or is told to stop
-            self.tell(ReadOpened(reading.grant.ticket))
             return
         self._tell_progress(reading)
+        if isinstance(error, SourceLost) and reading.has_gone_on and not reading.counted_bytes:
+            reading.has_gone_on = False  # its source has let go of the connection meanwhile
+            error = self._read_by_any(reading) if not reading.sink.is_stopped else error
+            if error is None:
+                return
         if isinstance(error, TransportMissing) and reading.way is not None and not reading.sink.is_stopped:
             self.routes.failed(reading.way, reading.grant, error)
             error = self._read_by_any(reading)
@@ -400,7 +409,8 @@ class DataPlane:
         self.tell(ServingStopped(version))
 
     async def _withdrawn(self, key: str) -> None:
-        await in_thread(lambda: self._withdraw_all(key), name="withdraw", otherwise="wait")
+        if not withdraw_unread(self.transports.values(), key):
+            await in_thread(lambda: self._withdraw_all(key), name="withdraw", otherwise="wait")
 
     def _withdraw_all(self, key: str) -> None:
         withdraw_everywhere(self.transports.values(), key, who=self.me, is_closed=lambda: self.is_closed)

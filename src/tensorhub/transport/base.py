@@ -367,6 +367,10 @@ class Transport(Protocol):
         """Let no peer read it any more, cut its readers, and wait until no thread touches it. False: time ran out."""
         ...
 
+    def withdraw_unread(self, key: str) -> bool:
+        """The same if no peer reads it now: returns at once, and whether that is so. Else nothing has changed."""
+        ...
+
     def why_not(self, endpoint: str) -> str | None:
         """Why nothing can be read from there by this transport, where that is known without trying."""
         ...

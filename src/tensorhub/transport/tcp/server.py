@@ -422,6 +422,14 @@ class TcpServer:
                 del self._leaving[key]
             return True
 
+    def withdraw_unread(self, key: str) -> bool:
+        with self._changed:
+            served = self._exports.get(key)
+            is_unread = key not in self._leaving and (served is None or not served.inside)
+            if is_unread:
+                self._end(key, "it was withdrawn")
+            return is_unread
+
     def _end(self, key: str, reason: str) -> None:
         """With the lock held: no thread enters this export any more, and those inside are called out."""
         served = self._exports.pop(key, None)

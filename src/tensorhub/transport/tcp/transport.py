@@ -63,6 +63,9 @@ class TcpTransport(Transport):
     def withdraw(self, key: str, *, timeout_s: float) -> bool:
         return self._server.withdraw(key, timeout_s=timeout_s)
 
+    def withdraw_unread(self, key: str) -> bool:
+        return self._server.withdraw_unread(key)
+
     def served_bytes(self, key: str) -> int:
         """Payload bytes sent of what is exported as `key` now."""
         return self._server.served_bytes(key)
