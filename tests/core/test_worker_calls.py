@@ -177,6 +177,45 @@ def test_a_worker_counts_its_own_calls_and_only_the_first_from_where_it_is_told(
     assert it.worker.call.number == 9
 
 
+def updating() -> Conversation:
+    """It holds version 1, and was told with the first answer to an update where 2 is read, and that 1 is drained."""
+    it = Conversation.begun()
+    it.tell(events.Called("publish", 1, 60.0, ROOT))
+    it.tell(events.Received(orders(2, answer=it.resolved(1))))
+    it.tell(events.Received(orders(3, answer=replace(it.resolved(1), finished=True))))
+    it.tell(events.Called("update", "latest", 60.0))
+    assert it.worker.buffer == Withdrawing(ONE, ROOT, published=True)
+    told = orders(4, grant=grant(4, version=2), answer=it.resolved(2), drained=ONE)
+    it.tell(events.Received(replace(told, acknowledged=it.worker.reported)))
+    assert it.wants(events.OpenRead(grant(4, version=2)))
+    assert not it.wants(events.StopServing(ONE))
+    return it
+
+
+def test_what_is_drained_with_the_call_is_served_until_the_new_version_is_opened() -> None:
+    it = updating()
+    it.tell(events.ReadOpened(Ticket(4)))
+    assert it.wants(events.StopServing(ONE))
+    it.tell(events.ServingStopped(ONE))
+    assert it.wants(events.StartRead(grant(4, version=2)))
+
+
+def test_what_is_drained_with_the_call_is_held_on_if_no_source_answers() -> None:
+    it = updating()
+    it.now = 31.0  # half of the time is over
+    it.tell(events.Tick())
+    assert it.worker.buffer == Holding(ONE, ROOT, published=True)
+    it.tell(events.ReadOpened(Ticket(4)))
+    assert not it.wants(events.StopServing(ONE))  # it was drained for the withdrawal before
+
+
+def test_a_server_that_may_have_restarted_has_drained_nothing() -> None:
+    it = updating()
+    it.tell(events.Disconnected(), events.Connected(), events.ReadOpened(Ticket(4)))
+    assert it.worker.buffer == Withdrawing(ONE, ROOT, published=True)
+    assert not it.wants(events.StopServing(ONE))
+
+
 # --- what a caller may not do, said before anything is changed; and what an update to "prefetched" comes to at once ---
 
 

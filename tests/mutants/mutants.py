@@ -110,8 +110,8 @@ MUTANTS = (
     ),
     Mutant(
         '"drained" counts though it was said before the withdrawal',
-        "    if worker.memory.is_going(orders.drained) and is_answer and worker.copies.copying is None:",
-        "    if worker.memory.is_going(orders.drained) and worker.copies.copying is None:",
+        "        return 0 < self.withdrawn_in <= self.drained_by\n",
+        "        return self.withdrawn_in > 0 and self.drained_by > 0\n",
     ),
     Mutant("orders of a dead server count", "        return acknowledged >= self._since\n", "        return True\n"),
     Mutant(
@@ -202,7 +202,8 @@ MUTANTS = (
     ),
     Mutant(
         "the buffer is given back while it is read",
-        "    if worker.now >= call.impatient_at and not is_ahead:\n        reads.hurry(worker)\n",
+        "    if worker.now >= call.impatient_at and (worker.memory.is_stopping or not reads.is_ahead(worker)):\n"
+        "        reads.hurry(worker)\n",
         "    if isinstance(worker.buffer, Withdrawing) and worker.now >= call.started + 0.2:\n"
         "        worker.want(worker.memory.stop_serving())\n",
     ),
@@ -320,8 +321,13 @@ MUTANTS = (
         "            pass\n",
     ),
     Mutant(
+        "the old version is served no more before a source of the new one is open",
+        "copying is None and not is_ahead(worker):\n        worker.want(",
+        "copying is None:\n        worker.want(",
+    ),
+    Mutant(
         "a version is withdrawn for one that is not within reach",
-        "        case Withdrawing(version=held) if held == version or not worker.has_within_reach(version):\n"
+        "        case Withdrawing(version=held) if held == version or not _may_come_within_reach(worker, call, version):\n"
         "            hold_on(worker)\n",
         "",
     ),
@@ -536,8 +542,8 @@ MUTANTS = (
     ),
     Mutant(
         "tensors change while they are copied to host memory",
-        "    if worker.memory.is_going(orders.drained) and is_answer and worker.copies.copying is None:",
-        "    if worker.memory.is_going(orders.drained) and is_answer:",
+        "    if worker.memory.is_drained and worker.copies.copying is None and not is_ahead(worker):\n",
+        "    if worker.memory.is_drained and not is_ahead(worker):\n",
     ),
     Mutant("sources in other sites are as near as those inside", "        not candidate.is_same_site,\n", ""),
     Mutant(

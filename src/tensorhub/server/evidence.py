@@ -577,7 +577,7 @@ def judge_doubted(state: State, model: Model) -> None:
 
 
 def _holds_on(replica: Replica, member: Member, held: Version) -> bool:
-    """It has withdrawn ahead of what its call resolves to, and leaves what it holds only for a whole copy it has.
+    """It has withdrawn with its call, which is not resolved, or to what it holds.
 
     It hears of that with the answer. Until then it counts as one that holds the version.
     """
@@ -585,7 +585,7 @@ def _holds_on(replica: Replica, member: Member, held: Version) -> bool:
     if asked is None or asked.verb not in facts.FILLS or asked.resolved is not None:
         return False
     version = replica.version_of(member.shard, asked, is_put=member.report.ended != asked.number - 1)
-    return version is None or version == held or not member.can_fill_itself(version)
+    return version is None or version == held
 
 
 def _judged_copies(state: State, model: Model, member: Member) -> tuple[HostCopy, ...]:

@@ -35,9 +35,9 @@ TRANSITIONS = (
     Transition("advance", Filling, Filling, "more chunks are in place and verified"),
     Transition("complete", Filling, Holding, "the last chunk is in place and verified"),
     Transition("cut_short", Filling, Poisoned, "the call ended before the fill did, or a host copy will fill it anew"),
-    Transition("withdraw", Holding, Withdrawing, "unpublish or close; or an update whose version is within reach"),
+    Transition("withdraw", Holding, Withdrawing, "unpublish or close; or another version is wanted"),
     Transition("hurry", Withdrawing, Withdrawing, "the readers' share of the caller's time is over: cut them off"),
-    Transition("keep", Withdrawing, Holding, "the call failed, or wants what is not within reach; not drained yet"),
+    Transition("keep", Withdrawing, Holding, "the call failed, or wants what is not within reach"),
     Transition("serving_stopped", Withdrawing, Vacated, "drained: no peer reads it, and all of it is still here"),
     Transition("serving_stopped", Withdrawing, Empty, "drained, and the worker leaves"),
     Transition("serving_stopped", Poisoned, Poisoned, "no peer reads the good chunks any more: a fill may begin"),
@@ -63,6 +63,7 @@ class RegisteredMemory:
     is_stopping: bool = False  # the shell was asked to end that
     is_disowned: bool = False  # what is being stopped was published here, and is not what its version is
     withdrawn_in: int = 0  # the first report that says that no peer may begin to read here
+    drained_by: int = 0  # the report that the latest orders answer, if they say that no peer reads here, and none will
 
     # --- questions ----------------------------------------------------------------------------------------------------
 
@@ -71,9 +72,10 @@ class RegisteredMemory:
         """The version whose bytes are here, whole and verified."""
         return self.buffer.version if isinstance(self.buffer, Holding | Withdrawing | Vacated) else None
 
-    def is_going(self, version: Version | None) -> bool:
-        """No peer may begin to read that version here, and the last readers are waited for."""
-        return self.withdrawn_in > 0 and version == self.serving
+    @property
+    def is_drained(self) -> bool:
+        """No peer reads here, and none can begin to: the server has said so of this withdrawal."""
+        return 0 < self.withdrawn_in <= self.drained_by
 
     # --- what may happen, in the order of the table -------------------------------------------------------------------
 

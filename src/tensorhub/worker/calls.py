@@ -193,8 +193,7 @@ def _last_position(worker: WorkerState) -> int:
 
 def _advance_buffer(worker: WorkerState, call: Call) -> None:
     """Withdraw, publish or fill, as far as that is possible now."""
-    is_ahead = call.fills and call.resolved is None and not worker.memory.is_stopping
-    if worker.now >= call.impatient_at and not is_ahead:
+    if worker.now >= call.impatient_at and (worker.memory.is_stopping or not reads.is_ahead(worker)):
         reads.hurry(worker)
     if call.fills:
         reads.begin(worker, call)

@@ -111,9 +111,8 @@ def take(worker: WorkerState, orders: Orders) -> None:
     if call is not None and call.take(orders.answer):
         worker.note(f"{call} is version {call.resolved}")
         worker.claimed_in = orders.number if call.claim is not None else worker.claimed_in
-    is_answer = worker.memory.withdrawn_in <= orders.acknowledged
-    if worker.memory.is_going(orders.drained) and is_answer and worker.copies.copying is None:
-        worker.want(worker.memory.stop_serving())  # while a copy is made, this waits until the server says it again
+    is_drained = orders.drained is not None and orders.drained == worker.memory.serving
+    worker.memory.drained_by = orders.acknowledged if is_drained else 0
     departure = worker.departure
     if departure is not None and 0 < departure.leaving_in <= orders.acknowledged:
         calls.leave(worker, departure, drained=True)
@@ -152,6 +151,7 @@ class Worker:
         self._take(event)
         calls.advance_closing(worker)
         calls.advance(worker)
+        reads.stop_drained(worker)
         reads.advance(worker)
         reads.advance_copies(worker)
         self._report()
@@ -280,7 +280,7 @@ class Worker:
             case events.Connected():
                 self._connected()
             case events.Disconnected():
-                worker.connected = False
+                worker.connected, worker.memory.drained_by = False, 0  # the next server may not know of it
                 if worker.has_heard:
                     worker.has_heard, worker.alone_since = False, worker.now
             case events.Received(message=message):

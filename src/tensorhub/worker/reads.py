@@ -25,8 +25,9 @@ from .state import Call, WorkerState
 # drained it is *vacated*: no peer reads it here, and all of it is here. The first byte that may be written makes the
 # buffer *filling*. If the call ends before that, the old version is held again.
 #
-# If an update's version is likely to be in host memory already, the old version is withdrawn with the call: one answer
-# of the server then says which version it is, and that the old one is drained.
+# An update withdraws the old version with its call, if it may bring another one. One answer of the server then says
+# which version it is, where it is read, and that the old one is drained. The old one is served until the new one is
+# within reach. If no source can be opened, it is held again.
 
 
 def touched(worker: WorkerState, ticket: Ticket) -> None:
@@ -73,7 +74,7 @@ def begin(worker: WorkerState, call: Call) -> None:
     match worker.buffer:
         case Holding(version=held) if held != version and worker.has_within_reach(version):
             withdraw(worker)
-        case Withdrawing(version=held) if held == version or not worker.has_within_reach(version):
+        case Withdrawing(version=held) if held == version or not _may_come_within_reach(worker, call, version):
             hold_on(worker)
         case Vacated(version=held) if held == version:
             take_back(worker)
@@ -83,30 +84,48 @@ def begin(worker: WorkerState, call: Call) -> None:
             worker.memory.begin_fill(version)
 
 
+def _may_come_within_reach(worker: WorkerState, call: Call, version: Version) -> bool:
+    """It is within reach, or is being opened at a source that is granted. Not for long: that may not answer."""
+    offer = worker.slot.offer
+    is_granted = offer is not None and offer.version == version and not offer.to_host
+    return worker.has_within_reach(version) or (is_granted and worker.now < call.impatient_at)
+
+
 def withdraw(worker: WorkerState) -> None:
     """Ask to take the promise back."""
     worker.memory.withdraw(next_report=worker.next_report)
     worker.note(f"withdraws version {worker.memory.held}")
 
 
+def stop_drained(worker: WorkerState) -> None:
+    """No peer reads here, as the server has said: serve it no more, once what comes next is within reach."""
+    if worker.memory.is_drained and worker.copies.copying is None and not is_ahead(worker):
+        worker.want(worker.memory.stop_serving())
+
+
+def is_ahead(worker: WorkerState) -> bool:
+    """It withdraws what it holds for a call whose version is not within reach yet."""
+    call = worker.call
+    if not isinstance(worker.buffer, Withdrawing) or worker.departure is not None or call is None or not call.fills:
+        return False
+    return call.resolved is None or not worker.has_within_reach(call.resolved)
+
+
 def _withdraw_ahead(worker: WorkerState, call: Call) -> None:
-    """Ask for it with the call, if what that brings is likely to be here. Not for long: a shard may not have come."""
-    is_likely = worker.now < call.impatient_at and worker.copies.whole(_likely_version(worker, call)) is not None
-    if not is_likely:
+    """Ask for it with the call, if that may bring another version. Not for long: a shard may not have come."""
+    if worker.now >= call.impatient_at or not _may_bring_another(worker, call):
         hold_on(worker)
     elif isinstance(worker.buffer, Holding) and call.number is not None:
         withdraw(worker)
 
 
-def _likely_version(worker: WorkerState, call: Call) -> Version | None:
-    """What an update will bring, as far as can be known here; None where what is held may be enough."""
+def _may_bring_another(worker: WorkerState, call: Call) -> bool:
+    """An update to a version that is newer than what is held, or may be."""
     held = worker.memory.held
     if call.verb != "update" or held is None:
-        return None
+        return False
     version = worker.copies.newest_whole if call.spec == PREFETCHED else parse_spec(call.spec)
-    if call.spec == "latest":
-        version = worker.proofs.newest
-    return version if version is not None and version > held else None
+    return version > held if version is not None else call.spec != PREFETCHED
 
 
 def hold_on(worker: WorkerState) -> None:
