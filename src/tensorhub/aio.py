@@ -36,7 +36,15 @@ from .runtime.config import (
 )
 from .runtime.loops import LoopThread, Undo, check_process, in_thread, loop_thread, warn_unreferenced
 from .runtime.opening import leave_at_once, open_client
-from .runtime.questions import fetch_status, layout_of, metadata_of, parse_number, plain_spec, wait_for_number
+from .runtime.questions import (
+    begin_anew,
+    fetch_status,
+    layout_of,
+    metadata_of,
+    parse_number,
+    plain_spec,
+    wait_for_number,
+)
 
 if TYPE_CHECKING:
     from .memory.registration import type_of_dtype, type_of_weights
@@ -478,6 +486,17 @@ class View(Caller):
         """
         self._check(model)
         return await self._thread.here(wait_for_number(self._options, model, self._deadline(timeout)))
+
+    async def begin_anew(self, model: str, *, timeout: float | None = None) -> None:  # noqa: ASYNC109 - our own deadline
+        """Forget the numbers of a model, so that its trainer may begin with 0 again: `tensorhub rm`.
+
+        Only where no worker that lives holds any version of it, in its tensors or in host memory; else
+        `VersionConflict` names the holders. Other workers may live, and go on with the model. Returns once all of them
+        have heard so: a server that restarts afterwards does not have the old numbers from them. Raises
+        `VersionUnavailable` for a model that the server does not know, `ServerUnreachable`, `DeadlineExceeded`.
+        """
+        self._check(model)
+        await self._thread.here(begin_anew(self._options, model, self._deadline(timeout)))
 
     async def layout(self, model: str, spec: Spec = "latest", *, timeout: float | None = None) -> LayoutView:  # noqa: ASYNC109 - our own deadline
         """What a version is made of, without registering it: names, dtypes and shapes, shard by shard.

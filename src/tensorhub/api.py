@@ -210,6 +210,7 @@ class View(Blocking[aio.View]):
     versions = blocking(aio.View.versions)
     replicas = blocking(aio.View.replicas)
     next_version = blocking(aio.View.next_version)
+    begin_anew = blocking(aio.View.begin_anew)
     layout = blocking(aio.View.layout)
     metadata = blocking(aio.View.metadata)
     transfers = blocking(aio.View.transfers)

@@ -373,8 +373,7 @@ def test_load_puts_together_what_was_cut(server, replica):
 
 
 @pytest.mark.parametrize(("published", "registered"), [({}, None), (None, {})])
-def test_boxes_on_one_side_only_are_an_error_that_says_so(server, published, registered):
-    """Whatever else differs: with boxes on one side the rest cannot be put right."""
+def test_other_tensors_are_named_also_with_boxes_on_one_side_only(server, published, registered):
     with (
         contextlib.closing(tensorhub.open("m", replica="t", server=server.address)) as trainer,
         contextlib.closing(tensorhub.open("m", replica="r", server=server.address)) as reader,
@@ -382,11 +381,8 @@ def test_boxes_on_one_side_only_are_an_error_that_says_so(server, published, reg
         trainer.register({"w": np.zeros(4, np.float32)}, boxes=published)
         trainer.publish(1)
         reader.register({"w": np.zeros(5, np.float32)}, boxes=registered)
-        words = ("without", "with") if published is None else ("with", "without")
-        text = rf"version 1 of m was published {words[0]} boxes, and m/r\[0\] has registered {words[1]} them"
-        with pytest.raises(tensorhub.LayoutMismatch, match=text) as found:
+        with pytest.raises(tensorhub.LayoutMismatch, match=r"tensor 'w' has global shape \[5\] .* and \[4\] "):
             reader.replicate("latest", timeout=10)
-        assert "boxes={}" in found.value.hint
 
 
 def test_tied_tensors_are_tied_in_what_is_loaded_and_whoever_holds_one_name_may_hold_both(server):
@@ -574,3 +570,150 @@ def test_a_part_is_not_published(opened):
     part = opened("r", {"b": np.zeros(LAYER, np.float32)}, partial=True)
     with pytest.raises(tensorhub.UsageError, match=r"publish of m/r.* some of the model only"):
         part.publish(1)
+
+
+# --- One shard of whole tensors without boxes reads what has boxes, and is read by what has boxes.
+
+
+NAME = "layer/0.w"
+
+
+@pytest.fixture
+def plain(server):
+    """`plain(name)` opens a replica of the whole matrix, registered without boxes, as `replica` does."""
+    opened = []
+
+    def made(name, *, tensor=NAME, shape=SHAPE, boxes=None, **options):
+        weights = tensorhub.open("m", replica=name, server=server.address, call_timeout=20, **options)
+        opened.append(weights)
+        array = np.zeros(shape, np.float32)
+        weights.register({tensor: array}, boxes=boxes)
+        return [(weights, array, (slice(None), slice(None)))]
+
+    yield made
+    for weights in reversed(opened):
+        weights.close(timeout=3)
+
+
+def is_boxed(members):
+    return members[0][0]._client.driver.data.registration.table is not None
+
+
+def test_whole_tensors_without_boxes_read_what_was_published_with_boxes(replica, plain):
+    trainer, reader = replica("trainer", (0, 100, 170, ROWS), 0), plain("reader")
+    for version in (1, 2):
+        publish(trainer, version, metadata={"step": version})
+        assert fill(reader, "update") == version
+        assert reader[0][0].metadata == {"step": version}
+        reader[0][0].check()
+    other = plain("other")
+    for weights, _, _ in trainer:
+        weights.close()
+    assert fill(other) == 2
+
+
+def test_a_replica_with_boxes_reads_what_was_published_without(plain, replica):
+    """Whether it comes before the publish or after it, beside readers without boxes; all stay together."""
+    trainer, rollout = plain("trainer"), plain("rollout")
+    publish(trainer, 1, metadata={"step": 1})
+    assert fill(rollout) == 1
+    assert [is_boxed(each) for each in (trainer, rollout)] == [False, False]
+    engine = replica("engine", (0, 64, COLUMNS), 1)
+    assert fill(engine) == 1
+    assert engine[0][0].metadata == {"step": 1}
+    late, later = plain("late"), replica("later", (0, 150, ROWS), 0)
+    assert fill(late) == fill(later) == 1
+    for version in (2, 3):
+        publish(trainer, version)
+        for each in (rollout, engine, late, later):
+            assert fill(each, "update") == version
+    in_threads(*(weights.check for weights, _, _ in (*trainer, *rollout, *engine, *late, *later)))
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_what_only_the_trainer_holds_without_boxes_is_read_by_a_replica_with_boxes(plain, replica, has_room):
+    """The trainer need not publish another version for that, where it has room for a copy."""
+    trainer = plain("trainer", host_bytes=None if has_room else 0)
+    publish(trainer, 1)
+    engine = replica("engine", (0, 64, COLUMNS), 1)
+    if has_room:
+        assert fill(engine) == 1
+    else:
+        with pytest.raises(tensorhub.DeadlineExceeded, match="version 1 of m was published without boxes") as raised:
+            engine[0][0].replicate(timeout=2)
+        assert "host memory" in raised.value.hint
+        assert fill(plain("rollout")) == 1
+    assert trainer[0][0].version == 1
+    for version in (2, 3):
+        publish(trainer, version)
+        assert fill(engine, "update") == version
+    trainer[0][0].check()
+
+
+def test_masters_without_boxes_are_read_with_boxes(server, replica):
+    """What was published stays what it was, though masters went on: nothing is cast anew."""
+    with contextlib.closing(tensorhub.open("m", replica="trainer", server=server.address, call_timeout=20)) as trainer:
+        masters = torch.from_numpy(content(1).copy())
+        trainer.register({NAME: masters}, dtype="bfloat16")
+        trainer.publish(1)
+        masters += 1
+        target = torch.zeros(SHAPE, dtype=torch.bfloat16)
+        with contextlib.closing(tensorhub.open("m", replica="engine", server=server.address)) as engine:
+            engine.register({"mine": target}, boxes={"mine": [Box(NAME, SHAPE, (0, 0), SHAPE)]})
+            assert engine.replicate(timeout=20) == 1
+            assert torch.equal(target, torch.from_numpy(content(1)).bfloat16())
+            with trainer.mutating(version=2):
+                masters.copy_(torch.from_numpy(content(2)))
+            assert engine.update(timeout=20) == 2
+            assert torch.equal(target, torch.from_numpy(content(2)).bfloat16())
+
+
+def test_tensors_in_another_order_and_tied_ones_are_read_once_others_have_boxes(server, replica):
+    with contextlib.ExitStack() as stack:
+
+        def joined(name, tensors, **options):
+            weights = tensorhub.open("m", replica=name, server=server.address, call_timeout=20)
+            stack.enter_context(contextlib.closing(weights)).register(tensors, **options)
+            return weights
+
+        tied, other, plain = content(1).copy(), np.arange(9, dtype=np.float32), np.zeros(SHAPE, np.float32)
+        trainer = joined("trainer", {"head": tied, "norm": other, "embed": tied}, boxes={})
+        trainer.publish(1)
+        same, norm = np.zeros_like(tied), np.zeros_like(other)
+        assert joined("reader", {"norm": norm, "embed": same, "head": same}).replicate() == 1
+        assert (same == tied).all()
+        assert (norm == other).all()
+        transposed = np.zeros(SHAPE[::-1], np.float32).T
+        assert joined("views", {"embed": plain, "head": transposed, "norm": np.zeros_like(other)}).replicate() == 1
+        assert (plain == tied).all()
+        assert (transposed == tied).all()
+
+
+def test_a_reader_that_has_other_tensors_keeps_what_it_holds(plain, replica):
+    trainer, reader = plain("trainer", tensor="v"), plain("reader", tensor="v")
+    publish(trainer, 1)
+    assert fill(reader) == 1
+    trainer[0][0].close()
+    publish(replica("other", (0, 100, ROWS), 0), 2)
+    with pytest.raises(tensorhub.LayoutMismatch, match=f"{NAME}.*reader"):
+        reader[0][0].update("latest")
+    assert (reader[0][0].version, is_boxed(reader)) == (1, False)
+
+
+@pytest.mark.parametrize("has_published", [True, False])
+def test_tensors_that_share_a_part_of_their_memory_are_never_taken_with_boxes(server, has_published):
+    array = np.zeros(SHAPE, np.float32)
+    sides = [({NAME: array, "rows": array[:7]}, None), ({NAME: array.copy(), "rows": array[:7].copy()}, {})]
+    (published, its), (registered, mine) = sides if has_published else reversed(sides)
+    with (
+        contextlib.closing(tensorhub.open("m", replica="t", server=server.address)) as trainer,
+        contextlib.closing(tensorhub.open("m", replica="r", server=server.address)) as reader,
+    ):
+        trainer.register(published, boxes=its)
+        trainer.publish(1)
+        reader.register(registered, boxes=mine)
+        words = ("without", "with") if has_published else ("with", "without")
+        text = rf"version 1 of m was published {words[0]} boxes, and m/r\[0\] has registered {words[1]} them"
+        with pytest.raises(tensorhub.LayoutMismatch, match=text) as found:
+            reader.replicate("latest", timeout=10)
+        assert "boxes={}" in found.value.hint

@@ -150,3 +150,64 @@ def test_a_wrong_token_learns_nothing():
         for ask in ("layout", "metadata"):
             with pytest.raises(tensorhub.Refused):
                 getattr(tensorhub.connect(server.address), ask)("m")
+
+
+# --- A model is begun anew: its numbers are forgotten where no worker holds a version.
+
+
+def test_a_model_is_begun_anew_once_no_worker_holds_a_version_of_it(server, join):
+    view = tensorhub.connect(server.address)
+    with pytest.raises(tensorhub.VersionUnavailable, match="no model 'm' is known"):
+        view.begin_anew("m")
+    no_copies = {"reliable": False, "host_bytes": 0}
+    idle, _ = join("idle", **no_copies)
+    trainer, _ = join("t", 1.0, **no_copies)
+    rollout, _ = join("r", **no_copies)
+    trainer.publish(8)
+    rollout.replicate()
+    with pytest.raises(tensorhub.VersionConflict, match=r"newest is 8: by m/r\[0\], m/t\[0\]"):
+        view.begin_anew("m")
+    rollout.close()
+    with pytest.raises(tensorhub.VersionConflict, match=r"by m/t\[0\]"):
+        view.begin_anew("m")
+    trainer.close()
+    again, _ = join("t", 2.0, **no_copies)
+    with pytest.raises(tensorhub.VersionConflict, match="lower than the newest, 8"):
+        again.publish(1)
+    view.begin_anew("m")
+    assert view.next_version("m") == 0
+    again.publish(1)
+    assert idle.replicate() == 1
+    with pytest.raises(tensorhub.VersionConflict, match="newest is 1"):
+        view.begin_anew("m")
+
+
+def test_a_claimed_number_is_not_forgotten(server, join):
+    trainer, _ = join("t")
+    trainer.publish(8)
+    view = tensorhub.connect(server.address)
+    with trainer.mutating(version=9), pytest.raises(tensorhub.VersionConflict, match="m"):
+        view.begin_anew("m")
+    assert trainer.version == 9
+
+
+def test_a_restarted_server_does_not_hear_the_old_numbers_from_workers_that_knew_them():
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(tensorhub.serve(lease_s=2, report_s=0.2))
+        idle, trainer, former = (
+            stack.enter_context(tensorhub.open("m", replica=name, server=server.address, reliable=False, host_bytes=0))
+            for name in ("idle", "t", "former")
+        )
+        for weights in (idle, trainer, former):
+            weights.register({"w": np.ones(100, np.float32)})
+        former.publish(8)
+        trainer.replicate()
+        trainer.unpublish()
+        former.close()
+        tensorhub.connect(server.address).begin_anew("m")
+        port = int(server.address.rpartition(":")[2])
+        server.close()
+        restarted = stack.enter_context(tensorhub.serve(port=port, lease_s=2, report_s=0.2, fresh=False))
+        assert tensorhub.connect(restarted.address).next_version("m") == 0
+        assert trainer.publish(1) == 1
+        assert idle.replicate() == 1

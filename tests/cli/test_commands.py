@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
 import pytest
 
 import tensorhub
@@ -266,3 +267,17 @@ def test_a_port_that_is_taken_is_said(address: str) -> None:
     status, _, err = run_program("serve", "--port", address.rpartition(":")[2])
     assert status == 1
     assert "error (usage): cannot listen" in err
+
+
+def test_rm_forgets_a_models_numbers_and_names_who_holds_a_version():
+    with tensorhub.serve(lease_s=2, report_s=0.2) as server:
+        weights = tensorhub.open("policy", replica="t", server=server.address, reliable=False, host_bytes=0)
+        weights.register({"w": np.zeros(9, np.float32)})
+        weights.publish(8)
+        status, out, err = run("rm", "policy", "--server", server.address)
+        assert (status, out) == (1, "")
+        assert "versions of policy are held, its newest is 8: by policy/t[0]" in err
+        weights.close()
+        status, out, err = run("rm", "policy", "--server", server.address)
+        assert (status, err + out) == (0, "policy is begun anew: its next version may have any number\n")
+        assert tensorhub.connect(server.address).next_version("policy") == 0

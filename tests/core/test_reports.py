@@ -94,6 +94,7 @@ CHANGES: dict[str, Any] = {
     "stops": True,
     "across": Across(ONE),
     "over": (Ticket(4),),
+    "can_box": True,
     "missed": Failure("layout-mismatch", "no shard has it"),
 }
 

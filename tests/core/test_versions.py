@@ -20,9 +20,10 @@ from tensorhub.protocol.messages import (
     Report,
     Withdrawing,
 )
-from tensorhub.protocol.names import Digest, ModelName, Number, ReplicaName, Shard, Ticket, Version, WorkerId
+from tensorhub.protocol.names import Digest, ModelName, Number, ReplicaName, Shard, Ticket, Version, WorkerId, era_in
 from tensorhub.protocol.settings import Settings
 from tensorhub.server import Server
+from tensorhub.server.admission import begin_anew
 from tensorhub.server.calls import next_version
 from tensorhub.server.groups import Replica
 from tensorhub.server.members import NOTHING, Content, LayoutKey, version_in
@@ -266,6 +267,42 @@ def test_the_newest_version_is_believed_with_a_receipt_only() -> None:
     assert found.state.models["policy"].newest == 7  # type: ignore[index]
     hear(found, "b", newest=Version(8), newest_receipt=receipt)
     assert found.state.models["policy"].newest == 7  # type: ignore[index]
+
+
+def test_the_same_content_is_taken_with_boxes_from_its_publisher_that_names_what_it_was() -> None:
+    found, plain = model(), LayoutKey(1, Shard(0))
+    boxed = {plain._replace(layout=Digest("boxed-x")): Digest("tiled-y")}
+    hold(found, 3)
+    found.record(Version(3)).roots[plain] = ROOT
+    conflicts = [found.conflict(trainer(), Version(3), boxed, ROOT)]
+    found.record(Version(3)).publishers[trainer().name] = None
+    assert found.conflict(trainer(), Version(3), boxed, ROOT) is None
+    conflicts += [found.conflict(trainer(), Version(3), boxed, former) for former in (OTHER, Digest(""))]
+    conflicts += [found.conflict(trainer(), Version(3), {plain: OTHER}, ROOT)]
+    found.record(Version(3)).roots.update(dict.fromkeys(boxed, OTHER))
+    conflicts += [found.conflict(trainer(), Version(3), boxed, ROOT)]
+    assert ["other content" in failure.message for failure in conflicts if failure is not None] == [True] * 5
+
+
+def test_what_has_not_heard_that_a_model_was_begun_anew_brings_back_neither_number_nor_content() -> None:
+    """It may have been cut off for longer than its lease, and holds what it held; others have begun with 1 again."""
+    found, name = server(), worker("a").model
+    receipt = found.state.notary.newest(name, Version(7))
+    hear(found, "idle", newest=Version(7), newest_receipt=receipt)
+    assert begin_anew(found.state, name, is_asked_again=False).awaited
+    told = hear(found, "idle", number=2, newest=Version(7), newest_receipt=receipt)
+    assert (told.newest, era_in(told.newest_receipt)) == (None, 1)
+    hear(found, "idle", number=3, newest_receipt=told.newest_receipt)
+    assert begin_anew(found.state, name, is_asked_again=True).is_final
+    held = Holding(Version(7), Digest("x"), published=True)
+    told = hear(found, "away", buffer=held, newest=Version(7), newest_receipt=receipt)
+    assert (told.newest, told.conflict) == (None, "x")
+    assert found.state.models[name].newest is None
+    restarted = server()
+    hear(restarted, "away", newest=Version(7), newest_receipt=receipt)
+    assert restarted.state.models[name].newest == 7
+    hear(restarted, "idle", newest_receipt=told.newest_receipt)
+    assert restarted.state.models[name].newest is None
 
 
 HELD = Holding(Version(HIGHEST), Digest("x"))

@@ -165,6 +165,21 @@ def watch(
 
 
 @app.command()
+def rm(
+    model: Annotated[str, typer.Argument(help="The model's name.", show_default=False)],
+    server: ServerOption = DEFAULT_SERVER,
+    token_file: TokenFileOption = "",
+    timeout: Annotated[float, between(0.1, 86_400, help="Seconds until all its workers have heard so.")] = 30.0,
+) -> None:
+    """Forget the numbers of a model of which no worker holds a version, so that training may begin anew."""
+    from .. import connect
+    from .output import say
+
+    connect(server, token=_token_in(token_file), timeout=PATIENCE_S).begin_anew(model, timeout=timeout)
+    say(f"{model} is begun anew: its next version may have any number")
+
+
+@app.command()
 def doctor(
     context: typer.Context,
     server: Annotated[

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..protocol.errors import LayoutMismatch, UsageError
-from ..protocol.manifest import Layout, TensorSpec, digest_of_boxed
+from ..protocol.manifest import Layout, TensorSpec, digest_of_boxed, shares_in_part
 from ..protocol.names import Digest
 from ..transport.base import ByteStream
 from .cast import Casts, cast
@@ -129,6 +129,19 @@ class Registration:
         if moved:
             text = f"tensors of {whose} no longer are the registered memory: {some(moved)}"
             raise UsageError(text, hint=IN_PLACE)
+
+    @property
+    def can_box(self) -> bool:
+        """Without boxes, and `boxes={}` would do as well: its tensors share memory wholly, or not at all."""
+        return self.table is None and not shares_in_part(self.layout)
+
+    def with_boxes(self) -> "Registration":
+        """The same memory with `boxes={}`: each tensor is a whole global one. Raises `UsageError` for too many."""
+        table, encoded, shares = _boxed(self.layout, {}, False)
+        digest, given = digest_of_boxed(self.layout.encode(), encoded, False), self.given
+        if given is not None:
+            given = given[0], given[1], {}, given[3]
+        return replace(self, layout_digest=digest, table=table, boxes=encoded, shares=shares, given=given)
 
     def check_fillable(self) -> None:
         """Raises `LayoutMismatch`, naming two boxes, if what there is to read could not fill both."""

@@ -190,6 +190,7 @@ class CallReport(_Message, frozen=True):
     metadata: Digest = Digest("")  # of what a publish says beside its tensors: the same on all shards
     grid: Digest = Digest("")  # of the tiles that a publish has cut: the same on all shards
     floor: Version | None = None  # of an update: what was held when its caller began to wait
+    former: Digest = Digest("")  # of a publish: the same content's root without boxes, published here before
 
 
 class Reading(_Message, frozen=True):
@@ -286,6 +287,7 @@ class Report(_Message, frozen=True, tag="report"):
     it wants to leave, nothing that it holds can be relied on. `stops`: it was told that no peer reads from its buffer
     any more, and stops serving it. `roster` is the newest that it was told, while its own lease lasts. Of a read out of
     sources that are cut in another way `across` tells, and not `reading`; `over` are tickets above `closed` that ended.
+    `can_box`: what it registered without boxes are whole tensors, and it takes them as boxes where others need that.
     """
 
     number: int
@@ -321,6 +323,7 @@ class Report(_Message, frozen=True, tag="report"):
     across: Across | None = None
     over: tuple[Ticket, ...] = ()
     missed: Failure | None = None
+    can_box: bool = False
 
 
 # --- from the server --------------------------------------------------------------------------------------------------
@@ -371,6 +374,7 @@ class Orders(_Message, frozen=True, tag="orders"):
     and dropped when orders that answer a report of it as `leaving` still name it. `roster`: the live workers, to be
     shown to the next life of the server; None takes an older one back. `witness`: report at once that this is known.
     `across`: instead of a `grant`, one for each shard of a replica that is cut in another way. They are one read.
+    `box`: other workers of the model have boxes. What this one publishes it is to publish with boxes too.
     """
 
     number: Number
@@ -395,6 +399,7 @@ class Orders(_Message, frozen=True, tag="orders"):
     roster: Roster | None = None
     witness: bool = False
     across: tuple[Grant, ...] = ()
+    box: bool = False
 
 
 class Refusal(_Message, frozen=True, tag="refusal"):

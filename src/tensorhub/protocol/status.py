@@ -180,6 +180,18 @@ class ShardView(msgspec.Struct, frozen=True):
     boxes: int  # its place in `CutsView.boxes`
 
 
+class AnewView(msgspec.Struct, frozen=True):
+    """What became of a model that is to be begun anew: why it cannot be, or what is waited for before all is done."""
+
+    is_begun: bool = False  # its numbers are forgotten here
+    awaited: str = ""
+    failure: Failure | None = None
+
+    @property
+    def is_final(self) -> bool:
+        return self.failure is not None or (self.is_begun and not self.awaited)
+
+
 class CutsView(msgspec.Struct, frozen=True):
     """How all living workers of a model are cut that have said so."""
 

@@ -31,6 +31,7 @@ from ..protocol.manifest import (
     TileManifest,
     chunk_count,
     contiguous_strides,
+    names_difference,
 )
 from ..protocol.names import Digest
 from ..transport.base import Progress, Terms
@@ -492,6 +493,22 @@ def _table(registration: Registration) -> BoxTable:
     if registration.table is None:
         raise UsageError("these tensors were registered without boxes")
     return registration.table
+
+
+def with_boxes_like(registration: Registration, others: Sequence[bytes], who: str) -> Registration:
+    """The same tensors with `boxes={}`. `others`: the boxes of the replicas from which it is to read.
+
+    Raises `LayoutMismatch` naming a tensor that is another one there, or on one side only.
+    """
+    found = registration.with_boxes()
+    theirs = {tensor.name: tensor for each in others for tensor in decoded(each, "another replica").tensors}
+    check_coverage([_table(found)], [theirs[name] for name in sorted(theirs)], who=who)
+    extra = [tensor for tensor in _table(found).tensors if tensor.name not in theirs]
+    if extra:
+        said, hint = names_difference([t.name for t in extra], theirs, here=f"in {who}", there="in what was published")
+        text = f"tensor {extra[0]} exists in {who}, but not in what was published{said}"
+        raise LayoutMismatch(text, hint=hint or "register the same names, dtypes and global shapes on both sides")
+    return found
 
 
 # --- Reading.

@@ -14,6 +14,7 @@ from ..protocol.errors import UsageError
 from ..protocol.names import ModelName, ReplicaName, Shard, Version
 from ..protocol.status import ModelView, Status
 from ..server import Server
+from ..server.admission import begin_anew
 from ..server.calls import held_by, next_version
 from ..server.layouts import cuts_of, describe
 from .questions import VersionExists, spec_of_text
@@ -228,6 +229,7 @@ class Answers:
         app.router.add_get("/v1/next_version", self._next_version)
         app.router.add_get("/v1/described", self._described)
         app.router.add_get("/v1/cuts", self._cuts)
+        app.router.add_delete("/v1/numbers", self._begin_anew)
 
     async def _wait(self, request: web.Request) -> web.StreamResponse:
         """As soon as the version, or a newer one, exists."""
@@ -296,6 +298,16 @@ class Answers:
         asker = ReplicaName(request.query.get("replica", ""))
         found = cuts_of(self._machine.state, model, asker)
         return web.Response(body=msgspec.msgpack.encode(found), content_type="application/msgpack")
+
+    async def _begin_anew(self, request: web.Request) -> web.StreamResponse:
+        """Forget the numbers of a model. `begun`: it was done, and is asked whether all workers have heard so."""
+        self._authorise(request)
+        try:
+            model, is_again = _model(request), request.query.get("begun") == "yes"
+        except KeyError as error:
+            raise web.HTTPBadRequest(text=f"{error}\n") from error
+        found = begin_anew(self._machine.state, model, is_asked_again=is_again)
+        return web.Response(body=msgspec.json.encode(found), content_type="application/json")
 
     async def _answer(
         self, key: tuple[object, ...], look: Callable[[], T], is_final: Callable[[T], bool], patience_s: float

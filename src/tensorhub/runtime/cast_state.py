@@ -38,6 +38,11 @@ class CallLock:
         self.calling = ""  # the call that has not ended
         self._block = ""  # of a `mutating`, that is being run
 
+    @property
+    def is_free(self) -> bool:
+        """No call is under way, and no block of a `mutating` runs."""
+        return not self.calling and not self._block
+
     def check(self, verb: str) -> None:
         """Raises `UsageError` if such a call may not begin now: neither the other call nor the block is touched."""
         if self.calling:
@@ -71,11 +76,11 @@ class CallLock:
 
 
 class BackgroundUnpublish:
-    """The unpublish that is under way behind the caller's back, if there is one."""
+    """The unpublish that is under way behind the caller's back, if there is one; or other work like it."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._task: asyncio.Task[Version | None] | None = None
+        self._task: asyncio.Task[Version | None] | asyncio.Task[None] | None = None
 
     async def begin(self, work: Coroutine[object, object, Version | None], deadline: float) -> None:
         """Returns when the server has granted it and no new reader may come. Raises what ends it before that."""
@@ -97,6 +102,15 @@ class BackgroundUnpublish:
             return
         self._task = task
         task.add_done_callback(_look_at)
+
+    def run(self, work: Coroutine[object, object, None]) -> None:
+        """The next call waits for its end; nothing else is under way."""
+        self._task = asyncio.get_running_loop().create_task(work)
+        self._task.add_done_callback(_look_at)
+
+    @property
+    def is_running(self) -> bool:
+        return self._task is not None and not self._task.done()
 
     async def over(
         self, deadline: float | None, what: str, missed: Callable[[BaseException], None] | None = None
@@ -137,7 +151,7 @@ class BackgroundUnpublish:
             self._task.cancel()
 
 
-def _look_at(task: "asyncio.Task[Version | None]") -> None:
+def _look_at(task: "asyncio.Task[Version | None] | asyncio.Task[None]") -> None:
     """Its error is raised by the next call, if there is one."""
     if not task.cancelled():
         task.exception()

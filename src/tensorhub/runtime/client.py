@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -24,15 +25,18 @@ from ..protocol.errors import (
     GroupIncomplete,
     HostMemoryFull,
     InvariantViolation,
+    LayoutMismatch,
     NotDrained,
+    TensorHubError,
     UsageError,
     VersionConflict,
 )
-from ..protocol.manifest import Json, decode_metadata, digest_of_metadata
+from ..protocol.manifest import Json, Manifest, decode_metadata, digest_of_metadata
 from ..protocol.messages import (
     MAX_LAYOUT_BYTES,
     MAX_PINS,
     PREFETCHED,
+    Empty,
     Failure,
     Hello,
     Holding,
@@ -43,7 +47,7 @@ from ..protocol.messages import (
 )
 from ..protocol.names import Digest, Version, WorkerId, worker_id
 from ..reshard.grid import Grid
-from ..reshard.read import TiledVersion, grid_for, tiled_version
+from ..reshard.read import TiledVersion, grid_for, tiled_version, with_boxes_like
 from ..transport.base import Transport
 from ..worker.events import Called, ClaimDropped, Registered, Wished
 from .cast_state import HELD_HINT, BackgroundUnpublish, CallLock, CastState, Suspension
@@ -52,7 +56,7 @@ from .connection import encode
 from .content import Known, changed_tensors
 from .driver import AFTER_DEADLINE_S, Driver, failed
 from .loops import in_thread
-from .questions import check_held, siblings, wait_for_holders, wait_for_version
+from .questions import check_held, fetch_cuts, siblings, wait_for_holders, wait_for_version
 
 # Tiles. All shards of a replica cut the same grid, from what the server says of all living replicas. If another replica
 # registers just then, the server says so, and all shards cut anew.
@@ -272,6 +276,138 @@ class Pins:
             raise DeadlineExceeded(text, hint="is it running? The pins count once it hears of them")
 
 
+# One shard without boxes is the layout with a box for each tensor that covers all of it. Its worker takes it for that
+# only where others of the model have boxes, and goes on so: before a publish, before it reads what is held with boxes
+# only, and where it has published without them. Then it withdraws that, and publishes the same cut into tiles.
+
+
+BOX_AGAIN_S = 5.0  # after a failure: another holder, or room for a copy, makes it possible
+
+
+class Boxing:
+    """Of one worker. Used in the worker's loop only."""
+
+    def __init__(self, client: "Client") -> None:
+        self._client = client
+        self._watch: asyncio.Task[None] | None = None
+        self._failed: Version | None = None  # of which that was said
+
+    def can_box(self, registration: Registration) -> bool:
+        """Whole tensors of one shard, in which tiles can be verified."""
+        client = self._client
+        return client.hello.shards == 1 and client.options.verify != "none" and registration.can_box
+
+    def registered(self, registration: Registration) -> None:
+        """These are the tensors from now on."""
+        if self._watch is not None and self._watch is not asyncio.current_task():
+            self._watch.cancel()
+        self._watch = None
+        if self.can_box(registration):
+            self._watch = asyncio.get_running_loop().create_task(self._watched())
+
+    def end(self) -> None:
+        """The worker leaves."""
+        if self._watch is not None:
+            self._watch.cancel()
+
+    async def to_publish(self, deadline: float) -> None:
+        """Take boxes, if the server has said so, and there is nothing to withdraw first."""
+        client, registration = self._client, self._client.driver.data.registration
+        worker = client.driver.worker
+        if registration is None or not worker.is_to_box or not isinstance(worker.buffer, Empty):
+            return
+        if self.can_box(registration):
+            boxed = await self._boxed(registration)
+            if boxed is not None:
+                await self.take(boxed, deadline)
+
+    async def to_read(self, deadline: float) -> Registration | None:
+        """The registered tensors with boxes, to read what others have with boxes. None where that is not possible.
+
+        Raises `LayoutMismatch` naming a tensor that differs: nothing was withdrawn yet.
+        """
+        client, registration = self._client, self._client.driver.data.registration
+        if registration is None or not self.can_box(registration):
+            return None
+        found = await fetch_cuts(client.options, client.me.model, deadline)
+        if not found.boxes:
+            return None
+        return await in_thread(partial(with_boxes_like, registration, found.boxes, str(client.me)), name="tiles")
+
+    async def take(self, boxed: Registration, deadline: float) -> None:
+        """The same tensors, with boxes. No version is held."""
+        worker = self._client.driver.worker
+        if not await self._client.driver.until(lambda: worker.may_register, deadline):
+            text = f"the tensors of {self._client.me} are still touched by what came before"
+            raise NotDrained(text, hint="retry with a longer timeout")
+        _log.info("%s takes its tensors with boxes={}: other workers of the model have boxes", self._client.me)
+        self._client.take(boxed)
+
+    async def _boxed(self, registration: Registration) -> Registration | None:
+        try:
+            return await in_thread(registration.with_boxes, name="tiles")
+        except UsageError as error:  # too many for one shard
+            _log.warning("%s goes on without boxes: %s", self._client.me, error)
+            return None
+
+    async def _watched(self) -> None:
+        """Until it holds what it has published without boxes, and others need it with boxes. Keeps no tensor alive."""
+        client = self._client
+        worker, lock, behind = client.driver.worker, client.call_lock, client.unpublishing
+
+        def is_due() -> bool:
+            held = worker.buffer
+            is_published = isinstance(held, Holding) and held.published
+            return is_published and worker.is_to_box and worker.call is None and lock.is_free and not behind.is_running
+
+        with contextlib.suppress(TensorHubError):  # it has gone
+            while await client.driver.until(is_due, math.inf):
+                client.unpublishing.run(self._again())
+                await asyncio.sleep(BOX_AGAIN_S)  # other tensors are registered once it has succeeded
+
+    async def _again(self) -> None:
+        """Behind the caller's back; his next call waits for its end."""
+        client = self._client
+        registration, content = client.driver.data.registration, client.driver.data.content
+        version, known = client.driver.worker.held, None if content is None else content.manifest
+        if registration is None or not self.can_box(registration):
+            return
+        boxed = await self._boxed(registration)
+        if boxed is None or version is None or not isinstance(known, Manifest):
+            return
+        deadline = asyncio.get_running_loop().time() + client.options.timeout_s
+        try:
+            await client.carried(Called("unpublish", "", deadline))
+            await self.take(boxed, deadline)
+            for more in range(MAX_CUTS - 1, -1, -1):
+                try:
+                    await self._publish(registration, boxed, known, version, deadline)
+                    return
+                except GroupIncomplete:
+                    if not more:
+                        raise
+        except TensorHubError as error:
+            level = logging.WARNING if version != self._failed and not client.is_leaving else logging.DEBUG
+            what = "%s holds version %d without boxes, and could not publish it with boxes, which others have: %s"
+            _log.log(level, what, client.me, version, error)
+            self._failed = version
+
+    async def _publish(
+        self, former: Registration, boxed: Registration, known: Manifest, version: Version, deadline: float
+    ) -> None:
+        client = self._client
+        tiled = await hashed(client.options, client.me, 1, boxed, None, known.metadata, deadline)
+        what = f"publish of {client.me} with boxes"
+        changed, shared = await by(deadline, what, partial(changed_tensors, former, known))
+        if changed or shared:
+            raise VersionConflict("its tensors were changed since it was published", hint=HELD_HINT)
+        client.driver.data.prepare(tiled)
+        root, words = tiled.root(), digest_of_metadata(known.metadata)
+        client.cast_state.published(root)
+        called = Called("publish", version, deadline, root, metadata=words, grid=grid_of(tiled), former=known.root())
+        await client.driver.call(called)
+
+
 MAX_CUTS = 3  # of one publish
 CUT_OTHERWISE = "into different tiles"  # as `server/calls.py` says it
 
@@ -287,13 +423,14 @@ class Client:
         self.options = options
         self.driver = Driver(hello, options, transports, why_in_vain=self._why_in_vain)
         self.callers = Callers(self._note_call)
-        self._unpublishing = BackgroundUnpublish(self.driver)
+        self.unpublishing = BackgroundUnpublish(self.driver)
         self.pins = Pins(self.me, self.driver)
-        self._cast_state = CastState(self.me)
+        self.cast_state = CastState(self.me)
         self.hello = hello
         self.call_lock = CallLock(self.me)
-        self.suspension = Suspension(self.driver, self._unpublishing, self.call_lock)
+        self.suspension = Suspension(self.driver, self.unpublishing, self.call_lock)
         self._closing: asyncio.Task[None] | None = None
+        self.boxing = Boxing(self)
 
     async def start(self, deadline: float) -> None:
         """Connect. Raises `ServerUnreachable`, `ShardTaken`, `Refused`, `UsageError`."""
@@ -305,7 +442,7 @@ class Client:
         A call that has failed may leave readers behind, who are being cut off: that is waited for.
         """
         self._check_usable()
-        await self._unpublishing.over(None, "register()")
+        await self.unpublishing.over(None, "register()")
         worker = self.driver.worker
         if not self.call_lock.calling and worker.held is None:
             await self.driver.until(lambda: worker.may_register or bool(self.call_lock.calling), deadline)
@@ -321,6 +458,10 @@ class Client:
         if registration.table is not None and self.options.verify == "none":
             text = f'{self.me} says verify="none", and what has boxes is verified tile by tile'
             raise UsageError(text, hint="leave verify= out, or register without boxes")
+        self.take(registration, is_resumed=is_resumed)
+
+    def take(self, registration: Registration, *, is_resumed: bool = False) -> None:
+        """Take other tensors. No worker reads or writes the present tensors."""
         layout = LayoutInfo.of(registration.layout, registration.boxes, partial=registration.is_partial)
         length = len(encode(layout))
         if length > MAX_LAYOUT_BYTES:
@@ -330,10 +471,12 @@ class Client:
         most_copies = self.driver.data.register(registration)
         if self.hello.prefetch == "always":
             self.pins.warn_if_in_vain()
-        self._cast_state.registered(self.driver, is_resumed=is_resumed)
+        self.cast_state.registered(self.driver, is_resumed=is_resumed)
         size_bytes, digest = registration.size_bytes, registration.layout_digest
         self.suspension.over()
-        self.driver.feed(Registered(layout, digest, size_bytes, most_copies))
+        can_box = self.boxing.can_box(registration)
+        self.driver.feed(Registered(layout, digest, size_bytes, most_copies, can_box))
+        self.boxing.registered(registration)
 
     async def operate(
         self,
@@ -347,18 +490,18 @@ class Client:
         """One group call that is no publish. Returns the version then held. `claim` is of an unpublish."""
         with self._one_call("mutating" if claim is not None else verb):
             called = Called(verb, spec, deadline, claim=claim, waits=waits)
-            await self._unpublishing.over(deadline, f"{verb}()", partial(self.miss, called))
+            await self.unpublishing.over(deadline, f"{verb}()", partial(self.miss, called))
             registration = self.driver.data.registration
-            self._cast_state.check_whole(called, self.driver)
+            self.cast_state.check_whole(called, self.driver)
             if verb == "unpublish":
                 if registration is None or not registration.is_all_cast:  # readers may be in the caller's own tensors
-                    return await self._carried(called)
-                await self._unpublishing.begin(self._carried(called), deadline)
+                    return await self.carried(called)
+                await self.unpublishing.begin(self.carried(called), deadline)
                 return None
             worker = self.driver.worker
             try:
                 self._check_in_place()
-                self._cast_state.check(registration, f"{verb}()")
+                self.cast_state.check(registration, f"{verb}()")
                 if registration is not None:
                     registration.check_fillable()
                 known = self.pins.update_at_once(called, self.hello)
@@ -366,10 +509,10 @@ class Client:
                 self.driver.miss(called, error)
                 raise
             if worker.held is None:
-                self._cast_state.forget()
-            version = known if known is not None else await self._carried(called)
+                self.cast_state.forget()
+            version = known if known is not None else await self._filled(called)
             held = worker.buffer if isinstance(worker.buffer, Holding) else None
-            await self._cast_state.give_back(registration, held, deadline)
+            await self.cast_state.give_back(registration, held, deadline)
             return version
 
     async def settled(
@@ -377,13 +520,13 @@ class Client:
     ) -> None:
         """No call goes on behind its caller's back. Raises what went wrong there (`missed` is told), or bars one."""
         with self._one_call(verb):
-            await self._unpublishing.over(deadline, f"{verb}()", missed)
+            await self.unpublishing.over(deadline, f"{verb}()", missed)
 
     def miss(self, called: Called, why: BaseException) -> None:
         """Its siblings hear that it does not come to that call: once what is behind it is over, if it is not."""
-        self._unpublishing.then(lambda: self.driver.miss(called, why))
+        self.unpublishing.then(lambda: self.driver.miss(called, why))
 
-    async def _carried(self, called: Called) -> Version | None:
+    async def carried(self, called: Called) -> Version | None:
         """That call, from the machine's word to its end. Returns the version then held."""
         worker, copies, verb = self.driver.worker, self.driver.data.copies, called.verb
         before, copies.spoiled = worker.held, None
@@ -402,6 +545,19 @@ class Client:
             self.pins.wish(prefetch=None)  # what was fetched ahead has served its purpose
         return version
 
+    async def _filled(self, called: Called) -> Version | None:
+        """The same of a fill. What is held with boxes only is read into whole tensors that were registered without."""
+        try:
+            return await self.carried(called)
+        except LayoutMismatch:
+            boxed = await self.boxing.to_read(called.deadline)
+            if boxed is None:
+                raise
+        if self.driver.worker.held is not None:
+            await self.carried(Called("unpublish", "", called.deadline))
+        await self.boxing.take(boxed, called.deadline)
+        return await self.carried(called)
+
     def _lost(self, version: Version | None, why: Failure) -> NotDrained:
         """What was unpublished had to be kept here, and was not there any more. All else is as after any unpublish."""
         self.drop_claim()
@@ -410,7 +566,7 @@ class Client:
 
     def drop_claim(self) -> None:
         """What the last unpublish has claimed will not be published. Any moment will do, and it never fails."""
-        self._unpublishing.then(lambda: self.driver.feed(ClaimDropped()))
+        self.unpublishing.then(lambda: self.driver.feed(ClaimDropped()))
 
     async def prefetch(self, spec: Spec) -> None:
         """Fill a host copy with that version in the background, and with newer ones as they come if it is "latest"."""
@@ -431,7 +587,8 @@ class Client:
         """Hash what the tensors are now, and promise not to change it. Without metadata what is held keeps its own."""
         with self._one_call("publish"):
             missed = partial(self.miss, Called("publish", version, deadline))
-            await self._unpublishing.over(deadline, f"publish({version!r})", missed)
+            await self.unpublishing.over(deadline, f"publish({version!r})", missed)
+            await self.boxing.to_publish(deadline)
             for more in range(MAX_CUTS - 1, -1, -1):
                 try:
                     return await self._publish(version, deadline, metadata)
@@ -444,7 +601,7 @@ class Client:
         buffer = self.driver.worker.buffer
         root = buffer.root if isinstance(buffer, Holding) else Digest("")
         called = Called("publish", version, deadline, root)
-        self._cast_state.check_whole(called, self.driver)
+        self.cast_state.check_whole(called, self.driver)
         self.driver.check(called)
         try:
             self._check_in_place()
@@ -456,7 +613,7 @@ class Client:
             content, held = self.driver.data.content, self.driver.worker.held
             known = content.manifest if content is not None and held == content.version else None
             if registration is not None and held is not None and known is not None:
-                await self._cast_state.check_cast(registration, held, deadline)
+                await self.cast_state.check_cast(registration, held, deadline)
             manifest = await self._hashed(known, deadline, said)
             self._check_in_place()  # what was freed meanwhile, and its memory kept by the allocator, was hashed
         except BaseException as error:
@@ -466,7 +623,7 @@ class Client:
         self.driver.data.unserved = None
         root, words, grid = manifest.root(), digest_of_metadata(said), grid_of(manifest)
         if known is None:  # else nothing was cast
-            self._cast_state.published(root)
+            self.cast_state.published(root)
         published = await self.driver.call(Called("publish", version, deadline, root, metadata=words, grid=grid))
         if self.driver.data.unserved is not None:
             raise self.driver.data.unserved
@@ -480,7 +637,7 @@ class Client:
         registration = self.driver.data.registration
         assert registration is not None, "why_not_begin had seen a layout"
         if held is None:
-            await self._cast_state.cast(registration, deadline, f"publish of {self.me}")
+            await self.cast_state.cast(registration, deadline, f"publish of {self.me}")
         return await hashed(self.options, self.me, self.hello.shards, registration, held, metadata, deadline)
 
     def _metadata_of(self, version: Spec, metadata: bytes | None) -> bytes:
@@ -533,7 +690,7 @@ class Client:
     def version(self) -> Version | None:
         """The version held, whole and verified; None if there is none, or once this worker has gone."""
         is_written = self.driver.data.lease.is_touched and isinstance(self.driver.worker.buffer, Vacated)
-        is_none = self.driver.is_gone or is_written or self._cast_state.why_torn(self.driver)
+        is_none = self.driver.is_gone or is_written or self.cast_state.why_torn(self.driver)
         return None if is_none else self.driver.worker.held
 
     @property
@@ -577,8 +734,9 @@ class Client:
         return is_idle and self.callers.are_only(thread)
 
     async def _close(self, deadline: float) -> None:
+        self.boxing.end()
         is_drained = await self.driver.leave(deadline)
-        self._unpublishing.end()
+        self.unpublishing.end()
         if not is_drained and self.driver.broken is None:
             _log.warning("%s left without the server's word that nobody reads from it any more", self.me)
 

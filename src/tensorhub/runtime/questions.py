@@ -32,7 +32,7 @@ from ..protocol.errors import (
 from ..protocol.manifest import Json, Layout, decode_layout, decode_manifest, decode_metadata
 from ..protocol.messages import Spec, parse_spec
 from ..protocol.names import Decoder, Digest, Undecodable, Version, WorkerId, decoded, is_tiled, plain, plain_number
-from ..protocol.status import CutsView, DescribedView, HeldView, LayoutView, Status, TensorView
+from ..protocol.status import AnewView, CutsView, DescribedView, HeldView, LayoutView, Status, TensorView
 from ..reshard.read import tied, whole_layout
 from ..transport.base import ByteStream, Sink
 from ..transport.ranges import Batches
@@ -98,6 +98,7 @@ class VersionExists(msgspec.Struct, frozen=True):
 
 _exists = msgspec.json.Decoder(VersionExists)
 _held = msgspec.json.Decoder(HeldView)
+_anew = msgspec.json.Decoder(AnewView)
 _cuts = msgspec.msgpack.Decoder(CutsView)
 _described = msgspec.msgpack.Decoder(DescribedView)
 
@@ -248,6 +249,29 @@ async def siblings(
     return found
 
 
+async def begin_anew(options: Options, model: str, deadline: float) -> None:
+    """Have the server forget the numbers of a model that no worker holds a version of; returns once all have heard so.
+
+    Raises `VersionConflict` naming the holders, `VersionUnavailable` for an unknown model, `ServerUnreachable`,
+    `DeadlineExceeded`.
+    """
+    asked, question, pause_s = _Asked(options, f"to begin {model} anew", deadline), {"model": model}, SIBLING_AGAIN_S
+    while True:
+        found = await asked.until("/v1/numbers", question, _anew, lambda _: True, method="DELETE")
+        if found is None:
+            raise _unreachable(options, asked.why)
+        if found.failure is not None:
+            raise error_from_code(found.failure.code, found.failure.message, hint=found.failure.hint)
+        if found.is_final:
+            return
+        if found.is_begun:
+            question = {"model": model, "begun": "yes"}
+        if time.monotonic() + pause_s >= deadline:
+            raise asked.late(found.awaited, "do it again")
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, MAX_SIBLING_AGAIN_S)
+
+
 class _Asked:
     """One question, and how long its asker waits for the answer."""
 
@@ -262,6 +286,8 @@ class _Asked:
         question: Question,
         decoder: Decoder[T],
         is_final: Callable[[T], bool],
+        *,
+        method: str = "GET",
     ) -> T | None:
         """The final answer, or the last one before the deadline, if any came."""
         attempt, found, answer_s = 0, None, min(ANSWER_S, (self._deadline - self._began) / 4)
@@ -271,7 +297,7 @@ class _Asked:
                     left_s = self._deadline - time.monotonic() - answer_s
                     asked = {**question, "timeout": f"{min(LONG_POLL_S, max(0.0, left_s)):.3f}"}
                     try:
-                        found = decoded(decoder, await _get(http, self._options, path, asked))
+                        found = decoded(decoder, await _get(http, self._options, path, asked, method))
                         self.why, attempt = "", 0
                         if is_final(found):
                             return found
@@ -301,13 +327,15 @@ def _unreachable(options: Options, why: str) -> ServerUnreachable:
     return ServerUnreachable(text, hint=hint)
 
 
-async def _get(http: aiohttp.ClientSession, options: Options, path: str, params: Question) -> bytes:
+async def _get(
+    http: aiohttp.ClientSession, options: Options, path: str, params: Question, method: str = "GET"
+) -> bytes:
     options = with_own_token(options)
     headers = {"Authorization": f"Bearer {options.token}"} if options.token else {}
     url = f"http://{options.server}{path}"
     patience = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=LONG_POLL_S + CONNECT_S)
     try:
-        async with http.get(url, params=params, headers=headers, timeout=patience) as answer:
+        async with http.request(method, url, params=params, headers=headers, timeout=patience) as answer:
             body = bytearray()
             async for piece in answer.content.iter_any():
                 body += piece

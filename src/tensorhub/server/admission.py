@@ -1,5 +1,6 @@
 """Rules: which workers, claims and publishes the server accepts."""
 
+from collections.abc import Sequence
 from math import inf
 
 from ..protocol.errors import HIGHER, SPOILED, SPOILED_HINT
@@ -14,7 +15,8 @@ from ..protocol.messages import (
     Refusal,
     Report,
 )
-from ..protocol.names import NAME_RULE, ReplicaName, Version, is_name
+from ..protocol.names import NAME_RULE, ModelName, ReplicaName, Version, era_in, is_name
+from ..protocol.status import AnewView
 from . import state as facts
 from .groups import Replica
 from .members import WHOLE, Member
@@ -88,13 +90,18 @@ def why_odd(state: State, hello: Hello, report: Report) -> Refusal | None:
     if highest <= MAX_FIRST_VERSION:
         return None
     model, newest = state.models.get(hello.model), report.newest
-    if newest is None or not are_equal(state.notary.newest(hello.model, newest), report.newest_receipt):
+    if newest is None or not _is_signed(state, hello.model, report):
         newest = None
     known = [each for each in (newest, model.newest if model is not None else None) if each is not None]
     if known and highest <= max(known) + MAX_VERSION_JUMP:
         return None
     text = f"{hello.worker} shows version {highest} of {hello.model}, and no number so high was published"
     return Refusal("refused", text, "is this a TensorHub worker?", retry_s=ODD_S)
+
+
+def _is_signed(state: State, name: ModelName, report: Report) -> bool:
+    receipt = report.newest_receipt
+    return are_equal(state.notary.newest(name, report.newest, era_in(receipt)), receipt)
 
 
 def giving_way(state: State, hello: Hello, report: Report) -> list[Member]:
@@ -239,6 +246,56 @@ def claimed_by(state: State, replica: Replica) -> dict[Version, int]:
 
 def _claim_members(state: State, replica: Replica) -> list[Member]:
     return [state.members[worker] for worker in replica.members.values() if worker in state.members]
+
+
+# --- A model is begun anew: its numbers are forgotten, if no worker holds any of its versions.
+#
+# What the workers that live have heard of numbers is void, and they are told so by a higher *era*: the receipt for the
+# newest number says it. They show it to the next life of the server.
+
+
+MOST_NAMED = 8  # workers, in an error
+
+
+def begin_anew(state: State, name: ModelName, *, is_asked_again: bool) -> AnewView:
+    """Forget the numbers of the model, or say why not. `is_asked_again`: that was done, and not all had heard of it."""
+    model = state.models.get(name)
+    if model is None:
+        hint = f"there are: {', '.join(sorted(state.models)[:MOST_NAMED]) or 'none yet'}"
+        return AnewView(failure=Failure("version-unavailable", f"no model {name!r} is known", hint))
+    if not is_asked_again:
+        if state.is_recovering or not model.roll.is_over:
+            return AnewView(awaited="the reference server has restarted, and listens who is there")
+        if (failure := _why_not_anew(state, model)) is not None:
+            return AnewView(failure=failure)
+        forgotten = model.newest
+        model.begin_anew(model.era + 1)
+        state.mark_everyone_dirty(model)
+        if forgotten is not None:
+            state.said.append(f"{name} is begun anew: its numbers up to {forgotten} are forgotten")
+    members = [state.members.get(w) for replica in model.replicas.values() for w in replica.members.values()]
+    late = [str(m.worker) for m in members if m is not None and era_in(m.report.newest_receipt) < model.era]
+    return AnewView(is_begun=True, awaited=f"not heard of it yet: {_some(late)}" if late else "")
+
+
+def _why_not_anew(state: State, model: Model) -> Failure | None:
+    holders = {str(w): None for record in model.versions.values() for held in record.holders.values() for w in held}
+    if holders:
+        newest = f", its newest is {model.newest}" if model.newest is not None else ""
+        text = f"versions of {model.name} are held{newest}: by {_some(sorted(holders))}"
+        hint = f"close them first; a worker that was killed counts for its lease of {state.settings.lease_s:g} s"
+        return Failure("version-conflict", text, hint)
+    for replica in model.replicas.values():
+        claimed = max(claimed_by(state, replica), default=None)
+        if claimed is not None:
+            text = f"version {claimed} of {model.name} is about to be published by {replica.name}"
+            return Failure("version-conflict", text, "close it first")
+    return None
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + more
 
 
 # --- Witnesses: a worker gets a read, a publish or a claim only when another worker knows of it.

@@ -30,6 +30,7 @@ def note_layout_key(state: State, member: Member) -> None:
     if not member.report.layout:
         return
     if key.is_boxed:
+        model.has_boxes = True
         state.mark_everyone_dirty(model)  # reliable holders of a version may have another layout
     if not key.is_boxed:
         model.note_layout_set(plain_layout_set(replica.shards))

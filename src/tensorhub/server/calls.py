@@ -15,7 +15,7 @@ from ..protocol.messages import (
     Vacated,
     Withdrawing,
 )
-from ..protocol.names import ModelName, ReplicaName, Shard, Version, WorkerId
+from ..protocol.names import Digest, ModelName, ReplicaName, Shard, Version, WorkerId, is_tiled
 from ..protocol.status import HeldView
 from . import admission, apply, layouts, retention, selection
 from . import reads as across
@@ -344,12 +344,18 @@ def _advance_publish(state: State, model: Model, replica: Replica, call: GroupCa
         call.fail(Failure("group-incomplete", text, "publish again on all shards"))
         return
     version = Version(int(call.spec))
-    conflict = model.conflict(replica, version, facts.roots_of(state, replica, call))
+    conflict = model.conflict(replica, version, facts.roots_of(state, replica, call), _former_of(state, replica))
     conflict = conflict or admission.conflict_with(state, model, replica, version)
     if conflict is not None:
         call.fail(conflict)
     else:
         _accept_publish(state, model, replica, call, version)
+
+
+def _former_of(state: State, replica: Replica) -> Digest:
+    """What a replica of one shard says that it published before under that number, without boxes."""
+    member = state.members.get(replica.members[Shard(0)]) if replica.shards == 1 else None
+    return member.report.call.former if member is not None and member.report.call is not None else Digest("")
 
 
 def _advance_claim(state: State, model: Model, replica: Replica, call: GroupCall, version: Version) -> None:
@@ -481,6 +487,12 @@ def _can_serve_across(state: State, model: Model, record: VersionRecord, key: La
 
 
 def _unavailable(state: State, model: Model, record: VersionRecord, key: LayoutKey) -> Failure:
+    if key.is_boxed and record.roots and not any(map(is_tiled, record.roots.values())):
+        text = f"version {record.version} of {model.name} was published without boxes, and not yet with boxes too"
+        hint = (
+            "its publisher needs room for a copy in host memory, if it is the only holder; its log says what it lacks"
+        )
+        return Failure("version-unavailable", text, f"{hint}. Or register(..., boxes={{}}) there")
     holders = [state.members.get(worker) for worker in record.holders.get(key, {})]
     leaving = [str(member.worker) for member in holders if member is not None and member.holds(record.version)]
     last = f"; {[*leaving, record.last_holder][0]} held it last" if leaving or record.last_holder else ""

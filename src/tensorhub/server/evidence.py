@@ -20,7 +20,7 @@ from ..protocol.messages import (
     Withdrawing,
     add_up,
 )
-from ..protocol.names import Digest, ReplicaName, Shard, Version, WorkerId, is_tiled
+from ..protocol.names import Digest, ReplicaName, Shard, Version, WorkerId, era_in, is_tiled
 from . import apply, retention, selection
 from . import state as facts
 from .groups import Replica
@@ -167,7 +167,25 @@ def believes_newest(state: State, model: Model, report: Report) -> bool:
         return False
     if model.newest is not None and report.newest <= model.newest:
         return True
-    return are_equal(state.notary.newest(model.name, report.newest), report.newest_receipt)
+    if is_of_a_former_era(model, report):
+        return False
+    return are_equal(state.notary.newest(model.name, report.newest, model.era), report.newest_receipt)
+
+
+def is_of_a_former_era(model: Model, report: Report) -> bool:
+    """The worker has not heard that the model was begun anew: what it holds, and knows of numbers, is void."""
+    return era_in(report.newest_receipt) < model.era
+
+
+def take_era(state: State, model: Model, report: Report) -> bool:
+    """A server before this one has begun the model anew. Returns whether that is news."""
+    era = era_in(report.newest_receipt)
+    if era <= model.era:
+        return False
+    if not are_equal(state.notary.newest(model.name, report.newest, era), report.newest_receipt):
+        return False
+    model.begin_anew(era)
+    return True
 
 
 def accepts(
@@ -184,6 +202,8 @@ def accepts(
 
     `layout` is that of a copy of tensors that were registered before. `published`: by this worker itself.
     """
+    if is_of_a_former_era(model, member.report):
+        return False
     layout = layout or member.report.layout
     record, key = model.record(version), member.layout_key.of(layout)
     if _is_proved(state, model, member, version, root):
@@ -474,11 +494,11 @@ def judge_content(
     """
     report, former = member.report, member.content
     model.roll.doubted.pop(member.worker, None)
-    is_news = False
+    is_news = take_era(state, model, report)
     if report.newest is not None and believes_newest(state, model, report):
         is_news = model.note_exists(report.newest)
     for version in _published(member):
-        if take_whole(state, model, replica, member, version):
+        if not is_of_a_former_era(model, report) and take_whole(state, model, replica, member, version):
             is_news |= model.note_exists(version)
     buffer, copies = _judged_buffer(state, model, member), _judged_copies(state, model, member)
     member.content = Content(buffer, copies, member.layout_key)  # whether it holds on depends on its copies of now

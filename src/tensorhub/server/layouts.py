@@ -68,10 +68,12 @@ def why_unreadable(state: State, model: Model, record: VersionRecord, member: Me
     if not member.report.layout:
         return None
     if may_fit(model, record, member):
-        return _why_too_wide(model, record, member)
+        return _why_too_wide(model, record, member) or _why_only_with_boxes(record, member)
     key, layouts = member.layout_key, record.layouts
     name = f"version {record.version} of {model.name}"
     if record.roots and key.is_boxed != any(each.is_boxed for each in record.roots):
+        if key.is_boxed and _is_to_be_boxed(state, model, record):
+            return None
         published, registered = ("without", "with") if key.is_boxed else ("with", "without")
         text = f"{name} was published {published} boxes, and {member.worker} has registered {registered} them"
         hint = "register(..., boxes={...}) on both sides, or on neither; boxes={} says that all tensors are whole"
@@ -90,6 +92,27 @@ def why_unreadable(state: State, model: Model, record: VersionRecord, member: Me
         text = f"the tensors of {member.worker} differ from those of {name}"
         return Failure("layout-mismatch", text, "register the same tensors in the same order on both sides")
     return Failure("layout-mismatch", *difference)
+
+
+def _is_to_be_boxed(state: State, model: Model, record: VersionRecord) -> bool:
+    """Its publisher, of one shard, is told to publish it with boxes too, or is about to."""
+    if record.version != model.newest:
+        return False
+    replicas = [model.replicas[name] for name in record.publishers if name in model.replicas]
+    workers = [worker for replica in replicas if replica.shards == 1 for worker in replica.members.values()]
+    members = [state.members[worker] for worker in workers if worker in state.members]
+    return any(each.report.can_box or each.layout_key.is_boxed for each in members if not each.report.closing)
+
+
+def _why_only_with_boxes(record: VersionRecord, member: Member) -> Failure | None:
+    """No worker has it without boxes any more, and it can be had with boxes."""
+    key = member.layout_key
+    if key.is_boxed or not member.report.can_box or record.holders.get(key):
+        return None
+    if not any(is_tiled(root) and record.whole.get(each) for each, root in record.roots.items()):
+        return None
+    text = f"version {record.version} is held with boxes only, and {member.worker} has registered without them"
+    return Failure("layout-mismatch", text, "register(..., boxes={}) says that all tensors are whole")
 
 
 def _why_too_wide(model: Model, record: VersionRecord, member: Member) -> Failure | None:

@@ -301,6 +301,7 @@ class Server:
             ceiling=state.numbers.ceiling,
             conflict=member.conflict,
             witness=admission.is_asked(model, member) or calls.is_asked(replica, member),
+            box=model.has_boxes and member.report.can_box,
         )
         if not must_answer and told == member.told:
             return []
@@ -332,7 +333,7 @@ class Server:
             offload=told.offload,
             fetch=told.fetch,
             release=told.release,
-            newest_receipt=state.notary.newest(model.name, model.newest) if model.newest is not None else "",
+            newest_receipt=state.notary.newest(model.name, model.newest, model.era),
             receipts=told.receipts,
             ceiling=told.ceiling,
             ceiling_receipt=state.numbers.receipt,
@@ -340,6 +341,7 @@ class Server:
             roster=roster,
             witness=told.witness,
             across=told.across,
+            box=told.box,
         )
 
 

@@ -622,6 +622,7 @@ class Told(msgspec.Struct, frozen=True):
     conflict: Digest = Digest("")
     witness: bool = False
     across: tuple[Grant, ...] = ()
+    box: bool = False
 
 
 @dataclass

@@ -531,7 +531,7 @@ def _is_same_beside(report: Report, before: Report) -> bool:
 
 def _is_same_else(report: Report, before: Report) -> bool:
     return (
-        report.session == before.session
+        (report.session, report.can_box) == (before.session, before.can_box)
         and (report.prefetch, report.stops) == (before.prefetch, before.stops)
         and (report.claim, report.claimed_in) == (before.claim, before.claimed_in)
         and (report.across, report.over, report.missed) == (before.across, before.over, before.missed)
@@ -557,7 +557,7 @@ def begin(state: State, hello: Hello, sender: str, report: Report) -> Member:
         model.is_listening, model.keeps_established = state.is_recovering, state.settings.keep_established
         model.roll.is_over = not state.is_recovering
     if not model.replicas:
-        model.layout_sets = {}
+        model.layout_sets, model.has_boxes = {}, False
         if not report.session:  # a new job: what those before it wanted kept is over with them
             model.retain = 0
     model.shards = hello.shards

@@ -35,6 +35,7 @@ from .members import (
 # receipt contradicts it.
 
 
+NOT_CUT_ANEW = Digest("")
 MAX_REMEMBERED = 4096  # receipts for content: a version of a few thousand shards
 ESTABLISHED = "+"  # what such a receipt begins with
 SIZE = 12  # bytes: 96 bits cannot be guessed in a fleet's life
@@ -47,7 +48,8 @@ class Notary:
         """`key`: the same for all lives of one cluster's server; any length."""
         self._key = blake2b(key, digest_size=32, person=b"tensorhub").digest()
         self._contents: dict[tuple[object, ...], str] = {}  # all replicas have the same ones
-        self._newest: dict[ModelName, tuple[Version, str]] = {}  # all orders carry the same one for a while
+        # All orders carry the same one for a while.
+        self._newest: dict[ModelName, tuple[tuple[Version | None, int], str]] = {}
 
     def content(
         self,
@@ -74,12 +76,18 @@ class Notary:
             receipt = self._contents[what] = f"{mark}{signed}:{publisher}" if publisher else f"{mark}{signed}"
         return receipt
 
-    def newest(self, model: ModelName, version: Version) -> str:
-        """A version of that number has existed."""
-        made_for, receipt = self._newest.get(model, (None, ""))
-        if made_for != version:
-            receipt = self._sign("newest", model, version)
-            self._newest[model] = (version, receipt)
+    def newest(self, model: ModelName, version: Version | None, era: int = 0) -> str:
+        """A version of that number has existed, since the model was begun anew for the `era`-th time, if it was.
+
+        The receipt says the era in plain (`era_in`). Where it is above 0, that there is no version yet is signed too.
+        """
+        if version is None and not era:
+            return ""
+        made_for, receipt = self._newest.get(model, ((None, 0), ""))
+        if made_for != (version, era):
+            signed = self._sign("newest", model, version, *([era] if era else []))
+            receipt = f"{signed}:{era}" if era else signed
+            self._newest[model] = ((version, era), receipt)
         return receipt
 
     def forget(self, model: ModelName) -> None:
@@ -210,9 +218,11 @@ class Model:
     shards: int  # of the replica that came last
     most_versions: int
     layout_sets: dict[LayoutSet, None] = field(default_factory=dict)  # in which its replicas are, or were
+    has_boxes: bool = False  # a worker has, or had, registered tensors with boxes
     replicas: dict[ReplicaName, Replica] = field(default_factory=dict)
     versions: dict[Version, VersionRecord] = field(default_factory=dict)
     newest: Version | None = None  # the newest that exists or existed
+    era: int = 0  # how often its numbers were forgotten, as far as is known
     roll: Roll = field(default_factory=Roll)  # its living sessions
     is_listening: bool = False  # for a lease after a restart: nothing counts as lost
     keeps_established: bool = True
@@ -254,6 +264,16 @@ class Model:
     def look_up(self, version: Version) -> VersionRecord:
         """The version's record; where there is none, an empty one that is not kept."""
         return self.versions.get(version) or VersionRecord(version)
+
+    def begin_anew(self, era: int) -> None:
+        """Its numbers are forgotten, but for what workers hold."""
+        self.era = era
+        self.versions = {v: record for v, record in self.versions.items() if any(record.holders.values())}
+        self._ascending = sorted(self.versions)
+        self.newest = max((v for v, record in self.versions.items() if record.exists), default=None)
+        self.changed, self.lost, self.noted = dict.fromkeys(self.versions), {}, None
+        self._changes += 1
+        self._known = self._glance = None
 
     def note_exists(self, version: Version) -> bool:
         """The version has come into being, or was heard of. Returns whether that is news."""
@@ -536,10 +556,17 @@ class Model:
         hint = "count steps, samples, tokens or milliseconds; another model name begins with numbers of its own"
         return Failure("version-conflict", text, f"publish at most {self.highest_next}: {hint}")
 
-    def conflict(self, replica: Replica, version: Version, roots: dict[LayoutKey, Digest]) -> Failure | None:
-        """Why the replica may not publish this content under this number, or None."""
+    def conflict(
+        self, replica: Replica, version: Version, roots: dict[LayoutKey, Digest], former: Digest = NOT_CUT_ANEW
+    ) -> Failure | None:
+        """Why the replica may not publish this content under this number, or None.
+
+        `former`: what it published as that before, without boxes; it says that it is the same.
+        """
         name, record = f"version {version} of {self.name}", self.versions.get(version)
         is_same = record is not None and is_same_content(record.roots, roots)
+        if record is not None and former and replica.name in record.publishers:
+            is_same = is_same or is_cut_anew(record.roots, roots, former)
         if self.newest is not None and version < self.newest:
             text = f"{name} is lower than the newest, {self.newest}"
             return Failure("version-conflict", text, f"versions only rise: {HIGHER}")
@@ -560,6 +587,12 @@ class Model:
 def is_same_content(known: dict[LayoutKey, Digest], roots: dict[LayoutKey, Digest]) -> bool:
     """That is the version, cut in a way in which it is known."""
     return all(known.get(key) == root for key, root in roots.items())
+
+
+def is_cut_anew(known: dict[LayoutKey, Digest], roots: dict[LayoutKey, Digest], former: Digest) -> bool:
+    """The version is known without boxes as `former`, and not yet as these are cut: one shard, now with boxes."""
+    plain = plain_layout_set(1)[0]
+    return known.get(plain) == former and all(key.is_boxed and key not in known for key in roots)
 
 
 def _take_out(ascending: list[WorkerId], worker: WorkerId) -> None:

@@ -37,6 +37,7 @@ class Registered:
     digest: Digest
     size_bytes: int
     max_copies: int = 0  # so many fit under the limit on host memory
+    can_box: bool = False  # it has no boxes, and could be registered with boxes={}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ class Called:
     metadata: Digest = Digest("")  # of a publish: of what it says beside its tensors
     grid: Digest = Digest("")  # of a publish: of the tiles that it has cut
     missed: Failure | None = None  # why it is none: it failed before it was made, and counts all the same
+    former: Digest = Digest("")  # of a publish: the same content's root without boxes, published here before
 
 
 @dataclass(frozen=True, slots=True)

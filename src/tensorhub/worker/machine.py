@@ -47,6 +47,7 @@ def report_of(worker: WorkerState) -> Report:
         buffer=worker.buffer,
         layout=layout.digest if layout is not None else Digest(""),
         size_bytes=layout.size_bytes if layout is not None else 0,
+        can_box=layout is not None and layout.can_box,
         call=worker.call.for_report() if worker.call is not None else None,
         ended=worker.ended,
         finished=worker.finished,
@@ -106,6 +107,7 @@ def take(worker: WorkerState, orders: Orders) -> None:
     worker.copies.take_orders(orders, next_report=worker.next_report)
     worker.proofs.take_orders(orders, worker.versions_at_hand)
     worker.is_urgent |= orders.witness
+    worker.is_to_box = orders.box
     calls.take_conflict(worker, orders.conflict)
     call = worker.call
     if call is not None and call.take(orders.answer):
@@ -224,6 +226,11 @@ class Worker:
         """The caller's unpublish goes on: the server knows of it, and has granted what it claims."""
         call = self.state.call
         return call is not None and call.verb == "unpublish" and call.may_withdraw
+
+    @property
+    def is_to_box(self) -> bool:
+        """Other workers of the model have boxes, and what this one publishes it should publish with boxes."""
+        return self.state.is_to_box
 
     @property
     def is_registered(self) -> bool:

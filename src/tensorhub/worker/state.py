@@ -24,7 +24,7 @@ from ..protocol.messages import (
     Withdrawing,
     call_text,
 )
-from ..protocol.names import Digest, Number, Ticket, Version, WorkerId
+from ..protocol.names import Digest, Number, Ticket, Version, WorkerId, era_in
 from .buffer import RegisteredMemory
 from .copies import HostCopies
 from .events import Effect, Registered
@@ -150,7 +150,9 @@ class Proofs:
 
     def take_orders(self, orders: Orders, here: list[Version | None]) -> None:
         """The latest orders. `here`: the versions of which this worker has something, or is about to."""
-        if orders.newest is not None:
+        # Of a model that was begun anew there may be none. A restarted server may not have heard of that yet.
+        is_news = orders.newest is not None or bool(orders.newest_receipt)
+        if is_news and era_in(orders.newest_receipt) >= era_in(self.newest_receipt):
             self.newest, self.newest_receipt = orders.newest, orders.newest_receipt
         if orders.ceiling > self.ceiling:
             self.ceiling, self.ceiling_receipt = orders.ceiling, orders.ceiling_receipt
@@ -187,6 +189,7 @@ class Call:
     waits: bool = False  # of a replicate: for a number that is not published yet
     metadata: Digest = Digest("")  # of a publish
     grid: Digest = Digest("")  # the same
+    former: Digest = Digest("")  # the same
     floor: Version | None = None  # of an update: what was held when the caller called
 
     def __str__(self) -> str:
@@ -248,6 +251,7 @@ class Call:
             *(self.number, self.verb, self.spec, self.root, self.resolved, self.claim, self.waits, self.metadata),
             self.grid,
             self.floor,
+            self.former,
         )
 
 
@@ -311,6 +315,7 @@ class WorkerState:
     seen: Number = Number(0)  # the highest number of orders
     position: int | None = None  # of the replica's last call that ended anywhere
     patience_s: float = inf  # a shard may be dead for that long before the server says so
+    is_to_box: bool = False  # other workers of the model have boxes
 
     # of this event
     now: float = -inf
