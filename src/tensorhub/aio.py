@@ -356,7 +356,8 @@ class Weights(Worker):
     async def update(self, spec: Spec = "latest", *, timeout: float | None = None) -> int:  # noqa: ASYNC109 - our own deadline
         """Leave the version held and replicate a newer one, if there is one. Returns the version now held.
 
-        Cheap when nothing is newer. A number that is not newer than what is held keeps what is held; a newer one that
+        Cheap when nothing is newer. Where no worker that has all of the newer version was heard for 2 s, "latest" keeps
+        what is held, and the log says so. A number waits. One that is not newer keeps what is held; a newer one that
         does not exist is `VersionUnavailable`. "prefetched" is the newest version that every shard of this replica has
         fetched ahead, whole; while there is none the version held is kept, and the call does not wait. So an update is
         never more than a local copy. It wants `prefetch="always"` on `open`, or `prefetch()` before (else

@@ -166,6 +166,13 @@ def test_it_says_who_reads_from_whom_and_why() -> None:
     assert text.count("update(") == 1, "a call that ended well is not news"
 
 
+def test_it_says_that_an_update_has_kept_what_was_held() -> None:
+    call = CallView(5, "update", "latest", 7, "finished", "r keeps version 7: no source of version 8 of m has answered")
+    model = ModelView("m", 1, 8, 1024, (), (ReplicaView("r", 1, (worker(0),), call),))
+    text = words(drawn(Status("1", 1.0, 0.0, (model,), (), {}), UNFOLDED))
+    assert 'update("latest") is 7, finished: r keeps version 7: no source of version 8 of m has answered' in text
+
+
 @pytest.mark.parametrize(("left", "says"), [(0, "copies: no room for one of 1.0 KiB"), (2, "copies: 0 B of 2.0 KiB")])
 def test_it_says_whether_there_is_room_for_a_copy(left: int, says: str) -> None:
     replica = ReplicaView("r", 1, (worker(0, size_bytes=1024, copies_left=left),), None)

@@ -349,3 +349,16 @@ def test_readers_have_half_of_the_time() -> None:
     it.handle(Called("unpublish", "", 30.0), now=10.0)
     assert it.call is not None
     assert it.call.impatient_at == 20.0
+
+
+def test_an_update_that_keeps_what_is_held_says_why_once() -> None:
+    it = published()
+    kept = Failure("version-unavailable", "rollout keeps version 1", "try again")
+    for number in (2, 3):
+        it.tell(Called("update", "latest", 60.0), events.Received(orders(2 * number)))
+        answer = Answer(number, ONE, finished=True, waiting=kept)
+        it.tell(events.Received(orders(2 * number + 1, answer=answer)))
+        assert it.wants(events.Finished(number, version=ONE))
+    said = [each for each in it.wanted if isinstance(each, events.Warn)]
+    assert said == [events.Warn("rollout keeps version 1 (try again)")]
+    assert it.worker.buffer == Holding(ONE, ROOT, published=True)

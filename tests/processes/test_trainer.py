@@ -2,6 +2,7 @@
 
 import pytest
 
+from .midway import held_midway, release
 from .process import eventually
 
 pytestmark = pytest.mark.processes
@@ -30,6 +31,38 @@ def test_one_sigkill_of_the_trainer_loses_no_version_but_its_own(start, keep_est
     (late,) = cluster.replicas("rollout-3")
     assert late.call("replicate", spec="latest", timeout=60) == 1
     cluster.judge(late, 1)
+
+
+@pytest.mark.parametrize("is_midway", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_four_rollouts_go_on_with_what_they_hold_when_the_trainer_is_killed(start, is_midway):
+    """Their updates do not wait for its lease, which is 10 s. One that has begun to overwrite its tensors does."""
+    cluster = start(lease_s=10, report_s=1.0, retain=1, shards=1)
+    trainer, first, *others = cluster.replicas("trainer", *(f"rollout-{number}" for number in range(1, 5)))
+    cluster.publish(trainer, 1)
+    for rollout in (first, *others):
+        assert rollout.call("replicate", spec="latest") == 1
+    cluster.publish(trainer, 2)
+    begun = held_midway(cluster, first, verb="update") if is_midway else []
+    killed = trainer.kill()
+    calls = [call for rollout in others for call in rollout.start("update", spec="latest")]
+    calls += first.start("update", spec="latest") if not is_midway else []
+    assert [call.result() for call in calls] == [1] * len(calls)
+    longest_s = max(call.ended - killed for call in calls)
+    print(f"longest stall: {longest_s:.2f} s")
+    assert longest_s < cluster.lease_s / 2
+    if is_midway:
+        release(first)
+        assert [call.result() for call in begun] == [1]
+        assert begun[0].ended - killed > cluster.lease_s / 2
+    else:
+        shown = next(each.call for each in cluster.view().replicas("policy") if each.name == "rollout-1")
+        assert "rollout-1 keeps version 1: no source of version 2 of policy has answered for 2 s" in shown.waiting_for
+        assert "keeps version 1: no source of version 2 of policy has answered" in first[0].log
+    again = first.start("update", spec="latest")
+    assert [call.result() for call in again] == [1]
+    print(f"the next one: {again[0].ended - again[0].asked:.2f} s")
+    for rollout in (first, *others):
+        cluster.judge(rollout, 1)
 
 
 @pytest.mark.long

@@ -70,6 +70,7 @@ def _settings(shape: Random) -> Settings:
         lease_s=lease_s,
         report_s=lease_s / 5,
         avoid_s=shape.choice((0.3, 1.0)),
+        keep_held_s=lease_s / 5,
         rebalance_s=0.4 * lease_s,
         most_failures=shape.choice((1, 3, 8, 8)),
         most_versions=shape.choice((3, 256, 256, 256)),

@@ -130,6 +130,7 @@ class Oracles:
                     "memory counts once", f"several workers count the memory of version {version} of {life.name}"
                 )
         self._waits(life)
+        self._keeps(life)
 
     # --- calls, in any weather ----------------------------------------------------------------------------------------
 
@@ -384,6 +385,35 @@ class Oracles:
                 self.broken(
                     "G7 nothing waits", f"{life.name} is granted no read of version {version}, {other.name} has it"
                 )
+
+    def _keeps(self, life: Life) -> None:
+        """An update ends soon with what all shards hold where the workers that had the newer version are dead."""
+        call, group, model = life.call, list(self.truth.group(life)), life.me.model
+        is_update = call is not None and (call.verb, call.spec) == ("update", "latest")
+        version = call.resolved if call is not None and is_update else None
+        is_kept = call is not None and version is not None and call.had is not None and version > call.had
+        is_kept = is_kept and len(group) == self.truth.shards_of(life)
+        if call is None or version is None or not is_kept or not all(self._still_has(each, call) for each in group):
+            life.unanswered_since = inf
+            return
+        life.unanswered_since = min(life.unanswered_since, self.now)
+        if self.truth.is_whole(model, version):
+            life.unanswered_since = inf
+            return
+        silence_s = max(self.settings.keep_held_s, 2 * self.settings.report_s)
+        bound_s = silence_s * (1 + 2 * self.conditions.drift) + self.truth.spread_s
+        is_late = self.now > life.unanswered_since + bound_s
+        if is_late and self.truth.weather.is_quiet_but_for_deaths(life.unanswered_since):
+            what = f"update of {life.name} waits for version {version}, which no worker has, and holds {call.had}"
+            self.broken("G7 keeps what is held", what)
+
+    def _still_has(self, life: Life, call: Call) -> bool:
+        """It is in the same call, and no byte of what that call found there may change yet."""
+        mine, held = life.call, life.held
+        if mine is None or held is None or (mine.number, mine.verb) != (call.number, call.verb) or not mine.number:
+            return False
+        is_held = held.version == call.had and held.is_served and not mine.is_touched
+        return is_held and not mine.is_cancelled and life.closing == inf
 
     # --- the end ------------------------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ MAX_PAST = 20  # calls of one process that are remembered
 RECONNECT_S = 2.5  # a new connection stands by then, and something was said on it
 OF_SERVER = ("restart-server", "pause-server")
 OF_DATA = ("unplug", "slow", "stutter")
+DEATHS = ("crash", "gone")
 FILLS = ("replicate", "update")
 
 
@@ -133,6 +134,7 @@ class Life:
     heard_by: int = 0  # which life of the server; 0 once that has refused it
     claimed: tuple[Version, int] | None = None  # the number that it may publish next, by which life of the server
     waits_since: float = inf  # it has been ready to read what it needs for so long
+    unanswered_since: float = inf  # and in an update to a version that no worker that lives has whole
 
     @property
     def place(self) -> Place:
@@ -187,6 +189,7 @@ class Weather:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.last = dict.fromkeys(("server", "messages", "lives", "data"), 0.0)  # the cluster has just been started
+        self.last_but_deaths = 0.0  # of misfortunes
         self._open: dict[int, Misfortune] = {}
 
     def kinds(self, misfortune: Misfortune) -> tuple[str, ...]:
@@ -198,8 +201,11 @@ class Weather:
         self._open[number] = misfortune
 
     def passed(self, number: int, now: float) -> None:
-        for kind in self.kinds(self._open.pop(number)):
+        misfortune = self._open.pop(number)
+        for kind in self.kinds(misfortune):
             self.disturbed(kind, now)
+        if misfortune.kind not in DEATHS:
+            self.last_but_deaths = max(self.last_but_deaths, now)
 
     def disturbed(self, kind: str, now: float) -> None:
         self.last[kind] = max(self.last[kind], now)
@@ -210,6 +216,12 @@ class Weather:
         before = since - 2 * self.plan.settings.lease_s - RECONNECT_S
         is_hit = any(kind in asked for bad in self._open.values() for kind in self.kinds(bad))
         return not is_hit and all(self.last[kind] <= before for kind in asked)
+
+    def is_quiet_but_for_deaths(self, since: float) -> bool:
+        """Since then, and in the lease before, nothing has gone wrong but that processes were killed."""
+        before = since - 2 * self.plan.settings.lease_s - RECONNECT_S
+        is_hit = any(bad.kind not in DEATHS for bad in self._open.values())
+        return not is_hit and max(self.last_but_deaths, self.last["messages"], self.last["server"]) <= before
 
     def is_down(self, life: Life) -> bool:
         """Something hits that process now."""

@@ -267,6 +267,15 @@ def waits_for_ever(bench: Bench) -> None:
     bench.oracles.look(bench.second)
 
 
+def stands_still(bench: Bench) -> None:
+    bench.calls(bench.first, "update")
+    assert bench.first.call is not None
+    bench.first.call.resolved = TWO
+    bench.oracles.look(bench.first)
+    bench.world.now += 9.0
+    bench.oracles.look(bench.first)
+
+
 BITES: dict[Callable[[Bench], None], str] = {
     **dict.fromkeys((overwritten, not_whole, never_published, host_copy_changes, returns_while_it_serves), "G1"),
     **dict.fromkeys((two_versions, another_number, two_halves), "G2"),
@@ -274,7 +283,8 @@ BITES: dict[Callable[[Bench], None], str] = {
     **dict.fromkeys((torn, after_the_stop, after_the_lease), "G4"),
     **dict.fromkeys((read_when_it_stops, slow_drain), "G5"),
     **dict.fromkeys((last_one_goes, leaves_with_the_last, not_given_back), "G6"),
-    **dict.fromkeys((endless, too_early, unnamed_error, refused, fails_for_nothing, waits_for_ever), "G7"),
+    **dict.fromkeys((endless, too_early, unnamed_error, refused, fails_for_nothing), "G7"),
+    **dict.fromkeys((waits_for_ever, stands_still), "G7"),
     returns_too_early: "G8",
     crosses_twice: "G10",
     **dict.fromkeys((untrue_buffer, untrue_copy), "reports are true"),

@@ -333,14 +333,14 @@ def _readers(row: Row) -> Text:
 
 
 def _call(call: CallView | None) -> Text | None:
-    """What the replica does as a group; nothing where that has ended well."""
-    if call is None or call.state == "finished":
+    """What the replica does as a group; nothing where that has ended well, and kept nothing for want of a source."""
+    if call is None or (call.state == "finished" and not call.waiting_for):
         return None
     spec = "" if call.spec == "" else json.dumps(call.spec)
     text = Text(f"{call.verb}({spec})")
     if call.version is not None and str(call.version) != spec:
         text.append(f" is {call.version}")
-    style = {"failed": "red", "waiting": "yellow"}.get(call.state, "")
+    style = {"failed": "red", "waiting": "yellow", "finished": "yellow"}.get(call.state, "")
     if call.state != "running":
         text.append(f", {call.state}", style=style)
     if call.waiting_for:

@@ -352,6 +352,7 @@ class Grant(_Message, frozen=True):
 class Answer(_Message, frozen=True):
     """What became of one call: its version once resolved, then `finished` or `error`; else what it awaits.
 
+    `waiting` of a finished one: why an update has kept what was held. Its version is that one, whatever it was before.
     `instead`: its position was over before this shard came to it; if nothing was resolved it goes on there, no error.
     """
 

@@ -16,6 +16,7 @@ class Settings:
     most_reports_per_s: int = 4_000  # from all workers that do nothing: at 60 µs each a quarter of a core
     drift: float = 0.1  # clocks that run up to 10 % apart are safe
     avoid_s: float = 2.0  # a source that failed a reader is that reader's last choice for 2 reports
+    keep_held_s: float = 2.0  # a source silent for so long has missed 2 reports; no rollout stands still for longer
     rebalance_s: float = 5.0  # a better source is looked for so often: a move costs a chunk, which it must earn back
     stalled_s: float = 2.0  # nothing came for so long: 4 measurements; a GC or 3 lost packets in a row take less
     slow_s: float = 3.0  # a rate counts over so long: 6 measurements, 3 reports; a burst or gap of 1 s is a third of it

@@ -430,6 +430,7 @@ _SERVER_TEXTS = {  # of `Settings`, those that an operator may have a reason to 
     "drift": "a worker trusts its lease for (1 - drift) of it: the difference of two clocks' speeds",
     "stalled_s": "for how long next to nothing may come from a source before its reader is given another",
     "slow_s": "over how long the rate of a read is measured",
+    "keep_held_s": "an update keeps what it holds if no newer source was heard for so long; `lease_s`: never",
     "most_retain": "versions to keep that a worker may ask for",
     "most_workers": "workers at a time",
 }

@@ -414,6 +414,7 @@ def _advance_fill(state: State, model: Model, replica: Replica, call: GroupCall)
             failure = _why_hopeless(state, model, record, member)
             if failure is not None:
                 _give_up(replica, call, failure)
+    _keep_held(state, model, replica, call, record)
 
 
 def _give_up(replica: Replica, call: GroupCall, failure: Failure) -> None:
@@ -451,12 +452,50 @@ def _resolve(state: State, model: Model, replica: Replica, call: GroupCall) -> N
         _give_up(replica, call, unreadable)
     else:
         call.waiting = _unavailable(state, model, record, absent)
+        _keep_held(state, model, replica, call, record)
 
 
 def _why_unreadable(state: State, model: Model, replica: Replica, record: VersionRecord) -> Failure | None:
     members = [state.members.get(worker) for worker in replica.members.values()]
     found = [layouts.why_unreadable(state, model, record, member) for member in members if member is not None]
     return next((failure for failure in found if failure is not None), None)
+
+
+def _keep_held(state: State, model: Model, replica: Replica, call: GroupCall, record: VersionRecord) -> None:
+    """End an update with what all shards hold where the newer version has no source that answers.
+
+    Its publisher may be dead, and have a session until its lease ends. An update waits all the same where a shard may
+    have begun to write over what it held.
+    """
+    held = across.kept_by_all(state, replica) if call.may_keep and model.roll.is_over else None
+    if held is None or held >= record.version:
+        return
+    keys = [state.known(worker).layout_key for worker in replica.members.values()]
+    answered_until = min(_answered_until(state, model, record, key, call) for key in keys)
+    if answered_until > state.now:
+        state.members.wake(state.known(replica.members[Shard(0)]), answered_until)
+        return
+    apply.release(state, model, call, replica)
+    text = f"{replica.name} keeps version {held}: no source of version {record.version} of {model.name} has answered"
+    hint = f"the next update tries again; replicate({record.version}) waits for a source"
+    call.resolve(held)
+    _finish(state, model, replica, call)
+    call.waiting = Failure("version-unavailable", f"{text} for {state.settings.keep_held_s:.3g} s", hint)
+
+
+def _answered_until(state: State, model: Model, record: VersionRecord, key: LayoutKey, call: GroupCall) -> float:
+    """Until when a reader of that key counts as one with a source, or with sources for all keys of another layout."""
+
+    def until(one: LayoutKey) -> float:
+        found = call.began + state.settings.keep_held_s if not record.whole.get(one) else -inf
+        for worker in record.whole.get(one, ()):
+            found = max(found, facts.answers_until(state, state.known(worker)))
+            if found > state.now:
+                break
+        return found
+
+    across = layouts.readable_layout_sets(model, record, key) if layouts.can_cross(record, key) else ()
+    return max(until(key), *(min(map(until, layout_set)) for layout_set in across), -inf)
 
 
 def _can_serve(state: State, worker: WorkerId, version: Version) -> bool:

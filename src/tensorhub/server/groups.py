@@ -58,7 +58,7 @@ class GroupCall:
     error: Failure | None = None
     is_over: bool = False  # it is finished, or has an error
     is_resolved_here: bool = False  # by this life of the server
-    waiting: Failure | None = None
+    waiting: Failure | None = None  # what it awaits; once it is finished, why an update kept what was held
     waits: bool = False  # of a replicate: for a number that is not published yet
     metadata: Digest = Digest("")  # of what a publish says beside its tensors
 
@@ -68,6 +68,11 @@ class GroupCall:
     def is_same(self, reported: CallReport) -> bool:
         """This shard calls the same as the shards that have arrived."""
         return _said_of(self) == _said_of(reported) and self.metadata == reported.metadata
+
+    @property
+    def may_keep(self) -> bool:
+        """It is an update that keeps what is held where no source of a newer version answers. One to a number waits."""
+        return self.verb == "update" and not isinstance(self.spec, int) and not self.is_over
 
     @property
     def is_doubted(self) -> bool:
@@ -89,6 +94,7 @@ class GroupCall:
     def finish(self) -> None:
         """It has ended well on all shards."""
         self.is_finished = self.is_over = True
+        self.waiting = None
 
     def fail(self, failure: Failure) -> None:
         """On all shards that are in it, and on those that call something else there."""

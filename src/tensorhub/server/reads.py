@@ -39,6 +39,7 @@ class Drained(NamedTuple):
 
 
 NOT_DRAINED = Drained()
+AGAIN = 0.25  # of the time between two reports: whether a source is back for which an update waits
 
 
 def drained_version(state: State, model: Model, member: Member) -> Drained:
@@ -52,6 +53,8 @@ def drained_version(state: State, model: Model, member: Member) -> Drained:
         return NOT_DRAINED
     if isinstance(buffer, Poisoned) or member.is_drained:
         return Drained(buffer.version)
+    if _may_keep_it(state, model, member):
+        return Drained(look_again_at=state.now + AGAIN * state.report_s)
     if retention.must_stay(state, model, member):
         patience_until = member.closing_since + state.settings.spot_heir_s
         is_patient = member.report.closing and patience_until > state.now
@@ -66,6 +69,45 @@ def drained_version(state: State, model: Model, member: Member) -> Drained:
     is_last = is_last_holder(state, model, record, member)
     is_needed = is_last and is_awaited(state, model, record, member)
     return Drained(None if is_needed else buffer.version)
+
+
+def _may_keep_it(state: State, model: Model, member: Member) -> bool:
+    """It leaves that for an update, and no worker that is here has all of the newer version.
+
+    What others have of it already would bring only a part. All shards may keep what they hold. So they do where the
+    update has ended with that, which this one has not heard yet.
+    """
+    call, told = state.place(member)[1].call, member.report.call
+    if call is None or call.version is None or told is None or told.number != call.number:
+        return False
+    if call.is_finished and call.verb == "update":
+        return call.version == member.content.held
+    if not call.may_keep or member.shard not in call.arrived:
+        return False
+    record = model.look_up(call.version)
+
+    def is_here(source: Member) -> bool:
+        return facts.is_here(state, source)
+
+    if any(is_here(state.known(worker)) for worker in record.whole.get(member.layout_key, ())):
+        return False
+    if layouts.is_in_another_layout(state, model, record, member.layout_key, is_here):
+        return False
+    return kept_by_all(state, state.place(member)[1]) is not None
+
+
+def kept_by_all(state: State, replica: Replica) -> Version | None:
+    """The version that each shard holds and was not told that it may leave, if all are in the replica's call."""
+    call, kept = replica.call, []
+    for worker in replica.members.values() if call is not None else ():
+        member = state.members.get(worker)
+        told = member.report.call if member is not None else None
+        if member is None or call is None or member.shard not in call.arrived:
+            return None
+        if told is None or told.number != call.number or member.content.held is None:
+            return None
+        kept += [member.content.held] if member.holds_until_told(member.content.held) else []
+    return kept[0] if len(kept) == replica.shards and kept.count(kept[0]) == len(kept) else None
 
 
 def _has_readers(state: State, source: Member, version: Version) -> bool:

@@ -337,6 +337,12 @@ def is_here(state: State, member: Member) -> bool:
     return member.is_connected and state.now <= member.silent_at
 
 
+def answers_until(state: State, member: Member) -> float:
+    """Until then it counts as a source that answers. Its connection may be a new one in a moment."""
+    until = member.lease_end - state.settings.lease_s + state.settings.keep_held_s
+    return max(until, member.silent_at) if member.is_connected else until
+
+
 def is_doubtful(state: State, source: Member) -> bool:
     """A reader may fail to read from it. What one reader has learned helps the others."""
     return source.is_doubted or not is_here(state, source)

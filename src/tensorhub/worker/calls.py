@@ -251,6 +251,11 @@ def _end_well(worker: WorkerState, call: Call) -> None:
     worker.claim = call.claim  # whatever was claimed before is published by now, or never will be
     if isinstance(worker.buffer, Vacated):
         worker.memory.let_go()
+    kept = call.answer.waiting if call.answer is not None else None
+    if kept is not None and kept != worker.kept:
+        worker.note(f"{call} ended: {kept.message}")
+        worker.want(events.Warn(f"{kept.message} ({kept.hint})"))
+    worker.kept = kept
     worker.want(events.Finished(call.number or 0, version=worker.memory.held))
     if isinstance(worker.buffer, Filling):  # no server may say so before it has heard that the version is held
         _give_up_fill(worker)

@@ -305,6 +305,7 @@ class WorkerState:
     ended: int = 0  # position of the last call that ended here
     finished: int = 0  # and of the last one that ended well
     missed: Failure | None = None  # why the last one was never made
+    kept: Failure | None = None  # why the last one, an update, has kept what was held; it is said once
 
     # what it knows from the server
     connected: bool = False
