@@ -152,7 +152,7 @@ def test_it_says_who_holds_what(width: int) -> None:
     assert "reference server 127.0.0.1:7450, up 3 min 12 s, 7 workers, 2 reads open" in text
     assert "policy  latest is 7, 2 shards, 512.0 MiB" in text
     assert "version 7 held by rollout-1, trainer; filling rollout-2" in text
-    assert "version 6 held by nobody; policy/rollout-3[0] was the last" in text
+    assert "version 6 held by no worker; policy/rollout-3[0] was the last" in text
     for fact in ("7 holding", "7 filling 50%", "7 filling 2%", "poisoned", "missing", "(spot)", "cut off, 3.2 s left"):
         assert fact in words(text), fact
 

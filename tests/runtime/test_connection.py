@@ -144,18 +144,18 @@ def test_a_server_that_takes_nobody_in_is_not_said_to_be_missing(status, says):
     with answering(b"HTTP/1.1 %s\r\nContent-Length: 3\r\n\r\nany" % status) as address:
         with pytest.raises(tensorhub.ServerUnreachable) as raised:
             tensorhub.connect(address, timeout=1.0).status()
-        assert str(raised.value) == f"the reference server at {address} took nobody in: {says}"
+        assert str(raised.value) == f"the reference server at {address} let no client in: {says}"
         assert "start one" not in raised.value.hint
         with pytest.raises(tensorhub.DeadlineExceeded) as late:
             asyncio.run(wait_for_version(worker_options(server=address), "m", 1, time.monotonic() + 1.0))
-        assert str(late.value).endswith(f" s: the reference server at {address} took nobody in: {says}")
+        assert str(late.value).endswith(f" s: the reference server at {address} let no client in: {says}")
 
 
 def test_too_much_said_by_strangers_is_no_missing_server():
     reply = b"HTTP/1.1 413 Request Entity Too Large\r\nContent-Length: 0\r\n\r\n"
     with answering(reply) as address, pytest.raises(tensorhub.ServerUnreachable) as raised:
         tensorhub.open("m", replica="r", server=address, timeout=0.5)
-    said = r"took nobody in within 0\.[45] s: those who have not said yet who they are"
+    said = r"let no client in within 0\.[45] s: clients that have not said hello"
     assert re.search(said, str(raised.value))
     assert "start one" not in raised.value.hint
 

@@ -347,7 +347,9 @@ def test_a_port_that_is_taken_is_a_clear_error(server):
     with pytest.raises(UsageError, match=f"cannot listen on {host}:{port}.*in use"):
         ServerThread(host, int(port))
     for host in ("203.0.113.1", "no-such-name.invalid"):
-        with pytest.raises(UsageError, match=f"cannot listen on {host}:0: this machine has no such address") as raised:
+        with pytest.raises(
+            UsageError, match=f"cannot listen on {host}:0: this machine does not have that address"
+        ) as raised:
             ServerThread(host, 0)
         assert "0.0.0.0" in str(raised.value.hint)
 
@@ -402,7 +404,7 @@ def test_a_server_that_is_full_is_not_said_to_be_missing(monkeypatch, caplog):
             pytest.raises(tensorhub.ServerUnreachable) as raised,
         ):
             tensorhub.open("m", replica="second", server=server.address, timeout=0.5)
-        said = f"the reference server at {server.address} took nobody in"
+        said = f"the reference server at {server.address} let no client in"
         within = re.escape(f"m/second[0]: {said} within ") + r"0\.[45] s: it is full of connections"
         assert re.fullmatch(within, str(raised.value)), "it gives up when no further try would be in time"
         assert "TENSORHUB_MOST_WORKERS" in raised.value.hint
@@ -415,7 +417,7 @@ def test_a_server_that_stops_is_not_said_to_be_full():
         assert get(server.address, "/v1/session")[0] == 503
         with pytest.raises(tensorhub.ServerUnreachable) as raised:
             tensorhub.open("m", replica="r", server=server.address, timeout=0.5)
-    said = re.escape(f"m/r[0]: the reference server at {server.address} took nobody in within ")
+    said = re.escape(f"m/r[0]: the reference server at {server.address} let no client in within ")
     assert re.fullmatch(said + r"0\.[45] s: it is stopping", str(raised.value))
 
 

@@ -60,7 +60,7 @@ def serve(
     port: Annotated[int, typer.Option(help="Port to listen on; 0 for any free one.", min=0, max=65535)] = 7450,
     token_file: TokenFileOption = "",
     insecure: Annotated[
-        bool, typer.Option("--insecure", metavar=NO_TYPE, help="Ask for no token: everybody may join.")
+        bool, typer.Option("--insecure", metavar=NO_TYPE, help="Ask for no token: any client may join.")
     ] = False,
     name: Annotated[
         list[str] | None,
@@ -96,7 +96,7 @@ def serve(
     def tell(address: str) -> None:
         say(f"reference server at {address}; Ctrl-C ends it")
         if access.insecure:
-            say("it asks for no token: everybody who reaches it may join, publish and read")
+            say("it asks for no token: any client that reaches it may join, publish and read")
         elif access.kept_in:
             say(f"its token is in {access.kept_in}: workers and commands of this user find it by themselves")
             say("on other hosts: copy that file to the same place (mode 600), or set TENSORHUB_TOKEN to what is in it")
@@ -122,7 +122,7 @@ def status(
     model: ModelOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Show models, versions, replicas and shards, and who reads from whom and why."""
+    """Show models, versions, replicas, shards, and from which source each reader reads, with the reason."""
     from rich.console import Console
 
     from .. import connect

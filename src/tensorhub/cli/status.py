@@ -193,9 +193,9 @@ def _versions(model: ModelView) -> list[RenderableType]:
         elif version.host_copies:
             text.append(" held in host memory only", style="not bold yellow")
         elif version.last_holder:
-            text.append(f" held by nobody; {version.last_holder} was the last", style="red")
+            text.append(f" held by no worker; {version.last_holder} was the last", style="red")
         else:
-            text.append(" held whole by nobody", style="yellow")
+            text.append(" held whole by no worker", style="yellow")
         if version.host_copies:
             keep_it = {name for name, worker in silent if version.version in worker.copies}
             text.append(f"; host copies: {_some(version.host_copies, keep_it)}", style="not bold cyan")

@@ -1,4 +1,4 @@
-"""TRL trains, and everybody else reads its weights over TensorHub.
+"""Publishes the weights that TRL trains.
 
     trainer = GRPOTrainer(..., callbacks=[PublishingCallback("policy", server="head:7450")])
     trainer = AsyncGRPOTrainer(..., weight_transfer=WeightTransfer("policy", server="head:7450"))

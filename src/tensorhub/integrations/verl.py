@@ -68,7 +68,7 @@ class TensorHubCheckpointEngine(CheckpointEngine):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[Role, Role]:
-        """Everybody is told the version. In the driver."""
+        """Tells each rank the version. Runs in the driver."""
         versions = [said["version"] for said in metadata if "version" in said]
         if len(versions) != 1:
             raise tensorhub.UsageError(f"{len(versions)} actors publish; it has to be one, with is_master=True")

@@ -14,7 +14,7 @@ import tensorhub
 # Boxes of a copy: a view's dimensions are those of the published tensor, cut, swapped, merged or split.
 
 
-MAX_BOXES = 1 << 16  # of one copy: more is no layout that anybody should read by
+MAX_BOXES = 1 << 16  # of one copy: with more, a plan costs more than the read
 Dims = list[tuple[int, int, int]]  # (elements, stride in the published tensor, stride in the parameter)
 
 

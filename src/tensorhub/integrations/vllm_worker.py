@@ -607,7 +607,7 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return found
 
     def start_weight_update(self) -> None:
-        """Nothing is touched before everybody has the version."""
+        """Changes nothing: the weights stay until every rank has the version."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Fetch. Unlike vLLM's own there is no device to wait for."""
@@ -697,9 +697,9 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 def _clear_caches(model: torch.nn.Module) -> None:
-    """Zeros for keys and values that an earlier version has computed: a NaN among them would spoil what comes after.
+    """Clears keys and values that an earlier version has computed: a NaN among them would spoil later requests.
 
-    vLLM forgets to whom they belong, and attention multiplies what lies there by 0, which leaves NaN what it is.
+    vLLM forgets which request they belong to. Attention multiplies them by 0, and 0 * NaN is NaN.
     A cache that sleeps has no memory until vLLM wakes it, and then other memory.
     """
     for layer in model.modules():

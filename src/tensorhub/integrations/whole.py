@@ -149,7 +149,7 @@ def layout_of_whole(view: "tensorhub.View", model: str, deadline: float, version
                 raise
             time.sleep(POLL_S)
     if not found.is_whole:
-        text = f"{model}@{found.version} was published without boxes: nobody knows what its tensors are parts of"
+        text = f"{model}@{found.version} was published without boxes, so its tensors cannot be put together"
         raise tensorhub.UsageError(text, hint="publish with fsdp.attach(), or with register(..., boxes={})")
     return found
 
@@ -187,7 +187,7 @@ class StagedPublisher:
         *,
         version: int | None = None,
     ) -> int:
-        """Copy these tensors, and let everybody read them as `version`, or as the next one. Returns the version.
+        """Copy these tensors, and let other workers read them as `version`, or as the next one. Returns the version.
 
         All are taken, whatever happens, since the other ranks gather each of them together with this one. Raises what
         `tensorhub.Weights.publish` raises, and `UsageError` if the tensors are not those of the first time.

@@ -738,7 +738,7 @@ class Client:
         is_drained = await self.driver.leave(deadline)
         self.unpublishing.end()
         if not is_drained and self.driver.broken is None:
-            _log.warning("%s left without the server's word that nobody reads from it any more", self.me)
+            _log.warning("%s left before the server confirmed that no worker reads from it", self.me)
 
     def check_may_call(self, verb: str) -> None:
         """Raises `UsageError` or `Closed` if such a call may not begin now. Changes nothing."""

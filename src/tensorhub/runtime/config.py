@@ -204,7 +204,7 @@ def parse_token(value: object, what: str) -> str:
     except UsageError as error:
         raise UsageError(str(error), hint="a token that is read from a file may end with a line break") from error
     if token != token.strip():
-        raise UsageError(f"{what} begins or ends with a blank", hint="take it off, for the server and for everybody")
+        raise UsageError(f"{what} begins or ends with a blank", hint="remove it, on the server and on all workers")
     return token
 
 
@@ -388,7 +388,7 @@ class Options:
         "", parse_token, "shared secret of servers and workers; empty: that of the state directory", is_secret=True
     )
     token_file: str = _option("", parse_path, "a file that has the token, instead of `token`")
-    insecure: bool = _option(False, parse_switch, "show no token, and ask for none: everybody may join and read")
+    insecure: bool = _option(False, parse_switch, "show no token, and ask for none: any client may join and read")
     site: str = _option("", parse_text, "this worker's datacenter")
     host: str = _option("", parse_text, "addresses or interfaces to be read at; empty: the one that reaches the server")
     # 34 ms at 1 Gbit/s and 160 us at 25 GB/s: the most that a drain waits for; 250 chunks in a shard of 1 GiB

@@ -238,11 +238,11 @@ SOON_RETRY_S = 0.5  # until then 30,000 times: a refused connection costs its ma
 MAX_MESSAGE_BYTES = 1 << 20  # orders take a few hundred bytes; an error's text is bounded
 
 FULL = "it is full of connections"
-CROWDED = "those who have not said yet who they are send it too much at once"
+CROWDED = "clients that have not said hello send it too much at once"
 STOPPING = "it is stopping"
 MISNAMED = "it is not called so"
 THERE = {  # a reference server says these: what to do then
-    FULL: "raise TENSORHUB_MOST_WORKERS on the server, or end workers that nobody needs",
+    FULL: "raise TENSORHUB_MOST_WORKERS on the server, or end workers that are not needed",
     CROWDED: "it is tried again; what else sends to the server's port?",
     STOPPING: "it is tried again: the next server at that address is found by itself",
     MISNAMED: "use the server's IP address, or give the server that name: --name, TENSORHUB_NAMES or names=",
@@ -285,7 +285,7 @@ def why_away(error: Exception) -> str:
 def unreached(address: str, why: str, *, hint: str = START, within: str = "") -> tuple[str, str]:
     """What to say of a server that could not be asked, and what to do. One that is there, but full, is not missing."""
     if why in THERE:
-        return f"the reference server at {address} took nobody in{within}: {why}", THERE[why]
+        return f"the reference server at {address} let no client in{within}: {why}", THERE[why]
     return f"no reference server at {address}{within}: {why}", threads.REMEDIES.get(why, hint)
 
 

@@ -45,7 +45,7 @@ from .tile_reads import TilePlane
 
 _log = logging.getLogger(__name__)
 
-TELL_EVERY_S = 0.05  # progress: 20 times a second is as fast as anybody looks
+TELL_EVERY_S = 0.05  # progress: more than 20 times a second shows a user nothing new
 NO_ROOM_S = 1.0  # a fetch ahead that finds none is soon ordered again: let others make room meanwhile
 
 

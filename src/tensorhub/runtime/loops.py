@@ -354,7 +354,7 @@ def wait_in(
 
 def warn_unreferenced(found: object, name: str) -> None:
     """By a finaliser, after it has begun to close it: a filter may make an error of the warning."""
-    text = f"{name} was not closed, and nobody references it any more: it is closed now; call close(), or use `with`"
+    text = f"{name} was not closed, and no reference to it is left: it is closed now; call close(), or use `with`"
     warnings.warn(text, ResourceWarning, stacklevel=3, source=found)
 
 

@@ -224,7 +224,7 @@ def _check_guarded(transports: Mapping[str, Transport], options: Options) -> Non
         addresses = transport.addresses if isinstance(transport, TcpTransport) else ()
         if not all(map(is_loopback, addresses)):
             text = f"other hosts could read from this worker, at {', '.join(addresses)}, and it has no token"
-            raise UsageError(text, hint=f"{OTHER_HOST}; or let everybody read: insecure=True, TENSORHUB_INSECURE=1")
+            raise UsageError(text, hint=f"{OTHER_HOST}; or let any client read: insecure=True, TENSORHUB_INSECURE=1")
 
 
 def make_transport(scheme: str, host: str, options: Options, *, probe_s: float = MAX_PROBE_S) -> Transport:

@@ -62,7 +62,7 @@ def parse_number(version: Spec, what: str) -> Version:
     named = plain_spec(version)
     found = parse_spec(named) if isinstance(named, int) and not isinstance(named, bool) else None
     if found is None:
-        raise UsageError(f"{what} needs a version number, not {version!r}", hint="an integer, such as 7")
+        raise UsageError(f"{what} needs a version number, not {version!r}", hint="an integer, for example 7")
     return found
 
 
@@ -134,7 +134,7 @@ async def check_held(options: Options, model: str, version: Version, deadline: f
         if found.version == version and (found.holders or found.host_copies):
             return
     held = ", ".join(str(found.version) for found in known if found.holders or found.host_copies) or "none"
-    text = f"nobody holds version {version} of {model}, so it cannot be kept"
+    text = f"no worker holds version {version} of {model}, so it cannot be kept"
     raise VersionUnavailable(text, hint=f"held now: {held}")
 
 
@@ -146,7 +146,7 @@ async def wait_for_version(options: Options, model: str, spec: Spec, deadline: f
         "/v1/wait", {"model": model, "spec": str(spec)}, _exists, lambda it: it.version is not None
     )
     if found is None or found.version is None:
-        raise asked.late("no such version was published", "is the trainer running?")
+        raise asked.late("this version was not published", "is the trainer running?")
     return Version(found.version)
 
 
@@ -200,7 +200,7 @@ async def wait_for_description(
             raise UsageError(f"a shard of {found.shards}")
         return found, decode_layout(found.layout)
     except UsageError as error:
-        holders = ", ".join(source.worker for source in found.sources[:3]) or "nobody that is left"
+        holders = ", ".join(source.worker for source in found.sources[:3]) or "no worker"
         text = f"shard {shard} of version {found.version} of {model} is no layout: {error}; it is held by {holders}"
         raise CorruptTransfer(text, hint="load another version, and look at its publisher") from error
 

@@ -569,7 +569,7 @@ class ServerShell:
             text = "the server has another token" if hello.token else "the server wants a token, and none was given"
             return Refusal("refused", text, OTHER_HOST)
         if hello.token and not self._token:  # who has one believes that strangers are kept out
-            text = "this worker has a token, and the server was started without one: it lets everybody in"
+            text = "this worker has a token, and the server was started without one: it lets any client in"
             hint = "start the server without --insecure; or open with insecure=True (TENSORHUB_INSECURE=1)"
             return Refusal("refused", text, hint)
         line.name = str(hello.worker)

@@ -106,7 +106,7 @@ async def start_server(
         shell.names.look_up()
         if access.insecure:
             _log.warning(
-                "this server is insecure: everybody who reaches %s:%d may join, publish and read", shown, bound
+                "this server is insecure: any client that reaches %s:%d may join, publish and read", shown, bound
             )
     return RunningServer(shell, runner, f"{shown}:{bound}", access.token)
 
@@ -139,8 +139,8 @@ def _not_to_be_had(address: str, error: OSError) -> UsageError:
     """Whose fault it is, as far as the system says."""
     text, hint = f"cannot listen on {address}: ", None
     if isinstance(error, socket.gaierror) or error.errno in (errno.EADDRNOTAVAIL, None):  # asyncio's own, from 3.13 on
-        text += "this machine has no such address"
-        hint = "use one of its own, such as 127.0.0.1, or 0.0.0.0 for all of them; the port is given apart from it"
+        text += "this machine does not have that address"
+        hint = "use one of its own, for example 127.0.0.1, or 0.0.0.0 for all of them; the port is given apart from it"
     elif error.errno == errno.EADDRINUSE:
         text += "that port is in use"
         hint = f"is another server running there? `tensorhub status --server {address}` tells; or use another port"
