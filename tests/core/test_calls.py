@@ -259,3 +259,34 @@ def test_it_reads_when_somebody_else_comes_with_it(town: Town) -> None:
 def test_it_reads_when_the_holder_has_a_copy_of_it(town: Town) -> None:
     town.says(HOLDER, buffer=Withdrawing(ONE, OLD), call=UNPUBLISH, copies=(HostCopy(1, ONE, OLD, whole=True),))
     assert not is_waiting(town)
+
+
+# --- an operator sees what a withdrawal waits for ---
+
+
+def why(town: Town) -> str:
+    (model,) = town.server.status(now=town.now).models
+    (call,) = (replica.call for replica in model.replicas if replica.name == HOLDER.replica)
+    assert call is not None
+    assert call.state == "running"
+    return call.waiting_for
+
+
+def test_a_withdrawal_says_that_the_last_copy_is_kept() -> None:
+    town = Town()
+    town.joins(HOLDER, buffer=Holding(ONE, OLD), copies_left=1)
+    town.says(HOLDER, buffer=Withdrawing(ONE, OLD), call=UNPUBLISH, copies_left=1)
+    assert why(town) == "it has the last copy of version 1, which must be kept, until there is one in host memory"
+
+
+def test_a_withdrawal_names_who_reads_and_who_is_to_read() -> None:
+    town = Town(default_retain=0)
+    town.joins(HOLDER, buffer=Holding(ONE, OLD))
+    town.joins(NEWCOMER)
+    town.says(NEWCOMER, call=CallReport(Number(1), "replicate", "latest"))
+    town.says(HOLDER, buffer=Withdrawing(ONE, OLD), call=UNPUBLISH)
+    assert why(town) == "version 1 is read by policy/newcomer[0]"
+    grant = town.orders[NEWCOMER].grant
+    assert grant is not None
+    town.says(NEWCOMER, call=CallReport(Number(1), "replicate", "latest"), closed=grant.ticket)
+    assert "policy/newcomer[0]" in why(town)

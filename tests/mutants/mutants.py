@@ -210,8 +210,8 @@ MUTANTS = (
     Mutant("workers do not report what they hold", "        newest=proofs.newest,\n", "        newest=None,\n"),
     Mutant(
         "a buffer is drained right after a restart",
-        "    if not model.roll.is_over or admission.is_strange(state, member):\n        return NOT_DRAINED\n",
-        "    if admission.is_strange(state, member):\n        return NOT_DRAINED\n",
+        "    if not model.roll.is_over or admission.is_strange(state, member):\n        return Drained(why",
+        "    if admission.is_strange(state, member):\n        return Drained(why",
     ),
     Mutant('"latest" is answered right after a restart', "    return model.roll.is_over and (not", "    return (not"),
     Mutant(
@@ -659,7 +659,7 @@ MUTANTS = (
     ),
     Mutant(
         "the last holder leaves before its promised reader has the version",
-        "            if is_reader and not member.holds(record.version):\n                return True\n",
+        "            if is_reader and not member.holds(record.version):\n                return member.worker\n",
         "            if is_reader and not member.holds(record.version):\n                return False\n",
     ),
     Mutant(
@@ -689,8 +689,8 @@ MUTANTS = (
     ),
     Mutant(
         "a worker unknown to the others is drained at once",
-        "    if not model.roll.is_over or admission.is_strange(state, member):\n        return NOT_DRAINED\n",
-        "    if not model.roll.is_over:\n        return NOT_DRAINED\n",
+        "    if not model.roll.is_over or admission.is_strange(state, member):\n        return Drained(why",
+        "    if not model.roll.is_over:\n        return Drained(why",
     ),
     Mutant(
         "any worker is a source while a restarted server listens",

@@ -8,7 +8,7 @@ import random
 import socket
 import socket as sockets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from math import inf
 
@@ -28,13 +28,10 @@ from ..protocol.messages import (
     VERBS,
     Across,
     CallReport,
-    Empty,
-    Filling,
     Hello,
     LayoutInfo,
     LayoutWanted,
     Orders,
-    Poisoned,
     Refusal,
     Report,
     Spec,
@@ -82,7 +79,7 @@ def decode_to_server(data: bytes, *, is_known: bool = True) -> ToServer:
     limit = MAX_LAYOUT_BYTES if isinstance(message, LayoutInfo) else MAX_REPORT_BYTES
     if len(data) > limit:
         raise Malformed(f"a {type(message).__name__} of {len(data)} B, where at most {limit} B are due")
-    if isinstance(message, Report) and not all(0 <= number <= MAX_NUMBER for number in _numbers_of(message)):
+    if isinstance(message, Report) and _has_odd_number(message):
         raise OddNumber("a Report with a number out of range")
     wrong = _nonsense_of(message)
     if wrong:
@@ -153,30 +150,21 @@ def _nonsense_of_call(call: CallReport | None) -> str:
     return "no version to publish" if call.verb == "publish" and is_open else ""
 
 
-def _numbers_of(report: Report) -> Iterator[int]:
-    yield from (report.number, report.session, report.seen, report.closed, report.ended, report.finished)
-    yield from (report.size_bytes, report.newest or 0, report.claim or 0, *report.received_bytes.values())
-    match report.buffer:
-        case Empty() | Poisoned():
-            pass
-        case Filling(version=version, done=done, chunks=chunks):
-            yield from (version, done, chunks)
-        case _:
-            yield report.buffer.version
-    if report.call is not None:
-        yield from (report.call.number, report.call.resolved or 0, report.call.claim or 0, report.call.floor or 0)
-    if report.reading is not None:
-        yield from (report.reading.ticket, report.reading.version, report.reading.source.shard)
-        yield report.reading.rate_bytes_per_s
-    if report.across is not None:
-        yield from (report.across.version, *report.across.brought)
-        for part in report.across.parts:
-            yield from (part.ticket, part.source.shard, part.arrived_bytes)
-    yield from (report.copies_left, *report.pins, *report.over)
-    for copy in report.copies:
-        yield from (copy.number, copy.version, copy.done, copy.chunks)
-    for failure in report.failures:
-        yield from (failure.ticket, failure.source.shard)
+def _has_odd_number(report: Report) -> bool:
+    """A number of it, wherever it stands, is negative or above all that is ever counted."""
+    todo: list[object] = [report]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, int):
+            if not 0 <= value <= MAX_NUMBER:
+                return True
+        elif isinstance(value, msgspec.Struct):
+            todo.extend(msgspec.structs.astuple(value))
+        elif isinstance(value, dict):
+            todo.extend([*value, *value.values()])
+        elif isinstance(value, tuple):
+            todo.extend(value)
+    return False
 
 
 # Names are looked up in daemon threads: the interpreter's exit waits for the event loop's own threads.

@@ -5,7 +5,7 @@ from math import inf
 from typing import NamedTuple
 
 from ..protocol.messages import Holding, Poisoned, Withdrawing
-from ..protocol.names import Version
+from ..protocol.names import Version, WorkerId
 from . import admission, layouts, retention, selection, sources
 from . import state as facts
 from .groups import Replica
@@ -31,14 +31,17 @@ from .versions import Model, VersionRecord
 # --- Drains: a worker may change its buffer when it has no reader, and is not the only source of a promised version.
 
 
+MAX_NAMED = 3  # of the readers that a worker waits for
+
+
 class Drained(NamedTuple):
-    """The version without readers, if any, and when to ask again although nothing may have been heard."""
+    """The version without readers, if any; else what is waited for, and when to ask again though nothing was heard."""
 
     version: Version | None = None
     look_again_at: float = inf
+    why: str = ""
 
 
-NOT_DRAINED = Drained()
 AGAIN = 0.25  # of the time between two reports: whether a source is back for which an update waits
 
 
@@ -46,29 +49,32 @@ def drained_version(state: State, model: Model, member: Member) -> Drained:
     """The version that this worker wants to leave, if it has no reader left and none to come."""
     buffer = member.content.buffer
     if not isinstance(buffer, (Withdrawing, Poisoned)) or buffer.version is None:
-        return NOT_DRAINED
+        return Drained()
     if not model.roll.is_over or admission.is_strange(state, member):
-        return NOT_DRAINED
+        return Drained(why="the server has restarted, and has not heard all workers yet")
     if _has_readers(state, member, buffer.version):
-        return NOT_DRAINED
+        return Drained(why=_read_by(state, member, buffer.version))
     if isinstance(buffer, Poisoned) or member.is_drained:
         return Drained(buffer.version)
     if _may_keep_it(state, model, member):
-        return Drained(look_again_at=state.now + AGAIN * state.report_s)
+        why = "no worker that is here has all of the newer version, so this one is kept"
+        return Drained(None, state.now + AGAIN * state.report_s, why)
     if retention.must_stay(state, model, member):
         patience_until = member.closing_since + state.settings.spot_heir_s
         is_patient = member.report.closing and patience_until > state.now
-        return Drained(look_again_at=patience_until if is_patient else inf)
+        where = "in another worker" if member.report.closing else "in host memory"
+        why = f"it has the last copy of version {buffer.version}, which must be kept, until there is one {where}"
+        return Drained(None, patience_until if is_patient else inf, why)
     if retention.is_in_doubt(state, model, member):
-        return NOT_DRAINED
+        return Drained(why=f"version {buffer.version} may be lost, and other shards of {member.hello.replica} are away")
     if buffer.impatient:
         return Drained(buffer.version)
     record = model.versions.get(buffer.version)
     if record is None or not record.promised:
         return Drained(buffer.version)
-    is_last = is_last_holder(state, model, record, member)
-    is_needed = is_last and is_awaited(state, model, record, member)
-    return Drained(None if is_needed else buffer.version)
+    if is_last_holder(state, model, record, member) and (reader := awaiting(state, model, record, member)) is not None:
+        return Drained(why=f"{reader} is to read version {buffer.version}, and no other worker has it")
+    return Drained(buffer.version)
 
 
 def _may_keep_it(state: State, model: Model, member: Member) -> bool:
@@ -118,6 +124,12 @@ def _has_readers(state: State, source: Member, version: Version) -> bool:
     return facts.must_wait(state, source, state.reads.from_buffer(source.worker, version))
 
 
+def _read_by(state: State, source: Member, version: Version) -> str:
+    readers = [str(read.reader) for read in state.reads.from_buffer(source.worker, version)]
+    more = f" and {len(readers) - MAX_NAMED} more" if len(readers) > MAX_NAMED else ""
+    return f"version {version} is read by {', '.join(readers[:MAX_NAMED])}{more}"
+
+
 def is_last_holder(state: State, model: Model, record: VersionRecord, leaver: Member) -> bool:
     """No other worker holds this key of the version whole and stays, nor all keys of another layout."""
     for worker in record.holders.get(leaver.layout_key, {}):
@@ -134,8 +146,8 @@ def is_last_holder(state: State, model: Model, record: VersionRecord, leaver: Me
     return not layouts.is_in_another_layout(state, model, record, leaver.layout_key, counts)
 
 
-def is_awaited(state: State, model: Model, record: VersionRecord, leaver: Member) -> bool:
-    """A replica was promised the version, and a worker of it that could read it here has not got it yet."""
+def awaiting(state: State, model: Model, record: VersionRecord, leaver: Member) -> WorkerId | None:
+    """A worker that could read the version here and has not got it yet, of a replica that was promised it."""
     is_for_all = layouts.is_readable(record, leaver.layout_key)
     for name in record.promised:
         replica = model.replicas.get(name)
@@ -145,8 +157,8 @@ def is_awaited(state: State, model: Model, record: VersionRecord, leaver: Member
                 continue
             is_reader = member.layout_key == leaver.layout_key or (is_for_all and member.layout_key.is_boxed)
             if is_reader and not member.holds(record.version):
-                return True
-    return False
+                return member.worker
+    return None
 
 
 # --- Reads across: a worker reads a version from workers of another layout, one part from each.

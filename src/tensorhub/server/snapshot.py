@@ -6,6 +6,7 @@ from collections.abc import Generator
 from ..protocol.messages import MAX_PINS, PROTOCOL, Filling, HostCopy
 from ..protocol.names import Shard, WorkerId
 from ..protocol.status import CallView, ModelView, ReplicaView, Status, Transfer, VersionView, WorkerView
+from . import reads
 from .groups import Replica
 from .members import WHOLE, Member, OpenRead, version_in
 from .state import State
@@ -212,7 +213,7 @@ class _Holders:
 def _model(state: State, model: Model) -> Generator[None, None, ModelView]:
     replicas, holders, sizes = [], _Holders(), dict[int, dict[int, int]]()
     for _, replica in sorted(model.replicas.items()):
-        view = _replica(state, replica)
+        view = _replica(state, model, replica)
         replicas.append(view)
         holders.note(view)
         each = sizes.setdefault(view.shards, {})
@@ -249,7 +250,7 @@ def _version(model: Model, record: VersionRecord, found: _Holders, *, is_retaine
     )
 
 
-def _replica(state: State, replica: Replica) -> ReplicaView:
+def _replica(state: State, model: Model, replica: Replica) -> ReplicaView:
     members = [state.members.get(replica.members[shard]) for shard in sorted(replica.members)]
     call = replica.call
     view = None
@@ -259,6 +260,9 @@ def _replica(state: State, replica: Replica) -> ReplicaView:
         if stage == "running" and call.waiting is not None:
             stage = "waiting"
         text = waiting.message if waiting is not None else ""
+        if stage == "running":
+            drains = (reads.drained_version(state, model, member).why for member in members if member is not None)
+            text = next(filter(None, drains), "")
         view = CallView(call.number, call.verb, call.spec, call.version, stage, text)
     workers = tuple(_worker(state, member) for member in members if member is not None)
     return ReplicaView(replica.name, replica.shards, workers, view)
