@@ -110,7 +110,7 @@ reports = st.builds(
         st.booleans(),
         st.booleans(),
         is_opened=st.booleans(),
-        arrived_bytes=st.integers(-(2**63), 2**63),
+        arrived_bytes=st.integers(0, 2**62),
     ),
     claim=st.none() | versions,
     closed=numbers.map(Ticket),
@@ -128,7 +128,7 @@ reports = st.builds(
     cross_site_bytes=st.dictionaries(st.integers(0, 4), st.integers(0, 100), max_size=2),
     roster=st.none()
     | st.builds(
-        Roster, numbers.map(Number), st.integers(-1, 4), st.sampled_from(["", "x", "0"]), st.sampled_from(["", "é"])
+        Roster, numbers.map(Number), st.integers(0, 4), st.sampled_from(["", "x", "0"]), st.sampled_from(["", "é"])
     ),
 )
 lives = st.sampled_from(["1", "2"])

@@ -80,8 +80,8 @@ def drained_version(state: State, model: Model, member: Member) -> Drained:
 def _may_keep_it(state: State, model: Model, member: Member) -> bool:
     """It leaves that for an update, and no worker that is here has all of the newer version.
 
-    What others have of it already would bring only a part. All shards may keep what they hold. So they do where the
-    update has ended with that, which this one has not heard yet.
+    What others have of it already would bring only a part. All shards may keep what they hold, or some have not come
+    yet. So they do where the update has ended with that, which this one has not heard yet.
     """
     call, told = state.place(member)[1].call, member.report.call
     if call is None or call.version is None or told is None or told.number != call.number:
@@ -99,7 +99,8 @@ def _may_keep_it(state: State, model: Model, member: Member) -> bool:
         return False
     if layouts.is_in_another_layout(state, model, record, member.layout_key, is_here):
         return False
-    return kept_by_all(state, state.place(member)[1]) is not None
+    replica = state.place(member)[1]
+    return bool(replica.missing()) or kept_by_all(state, replica) is not None
 
 
 def kept_by_all(state: State, replica: Replica) -> Version | None:
