@@ -86,7 +86,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--fleets", default="64,512,2048,8192", help="workers of part server (64,512,2048,8192)")
     parser.add_argument("--crowds", default="100,500,2000", help="of them with real connections (100,500,2000)")
     parser.add_argument(
-        "--most-cpu", type=float, default=60.0, help="of the server for one figure, in s; more is extrapolated (60)"
+        "--max-cpu", type=float, default=60.0, help="of the server for one figure, in s; more is extrapolated (60)"
     )
     parser.add_argument(
         "--peers-venv", action="append", default=[], help="environment with peers' packages; repeatable"
@@ -117,14 +117,14 @@ def options_of(given: argparse.Namespace) -> Options:
         has_star=not given.no_star,
         fleets=fleets,
         crowds=crowds,
-        most_cpu_s=given.most_cpu,
+        max_cpu_s=given.max_cpu,
     )
     if given.quick:
         options.is_quick = True
         options.rounds, options.largest_bytes = min(3, given.rounds), min(256 * MIB, given.largest)
         options.size_bytes, options.link_bytes = min(256 * MIB, given.size), min(128 * MIB, given.link_size)
         options.fleets, options.crowds = fleets[:3], crowds[:1]
-        options.most_cpu_s = min(5.0, given.most_cpu)
+        options.max_cpu_s = min(5.0, given.max_cpu)
     if given.selfcheck:
         options = Options(
             rounds=1, is_tiny=True, size_bytes=4 * MIB, largest_bytes=4 * MIB, readers=(1, 2), link_bytes=4 * MIB

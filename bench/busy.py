@@ -18,7 +18,7 @@ KINDS = ("tcp", "local")
 WAYS = {"native": {}, "Python": {"TENSORHUB_NATIVE": "no"}}
 WHERE = ("idle", "reader", "other", "source")
 TITLES = {"idle": "idle", "reader": "reader's process", "other": "another process", "source": "source's process"}
-LEAST, LEAST_KEPT = 0.9, 0.95
+LEAST, MIN_KEPT = 0.9, 0.95
 
 Key = tuple[str, str, str]
 
@@ -107,6 +107,6 @@ def run(options: Options) -> list[Section]:
             section.goals.append(Goal(what, f"≥ {LEAST}", f"{share:.2f}", share >= LEAST))
             kept = found.kept(kind, "native", where)
             what = f"counting in the {where}'s process: {kind}, native, of the same beside transfers of others"
-            section.goals.append(Goal(what, f"≥ {LEAST_KEPT}", f"{kept:.2f}", kept >= LEAST_KEPT))
+            section.goals.append(Goal(what, f"≥ {MIN_KEPT}", f"{kept:.2f}", kept >= MIN_KEPT))
     section.notes.append("counting keeps: of what it does in another process beside the same transfer")
     return [section]

@@ -15,7 +15,7 @@ from math import inf
 
 from tensorhub.protocol.messages import Grant, LayoutInfo, Orders, Report
 from tensorhub.protocol.names import worker_id
-from tensorhub.runtime.connection import Connection, LineEvent
+from tensorhub.runtime.connection import Connection, ConnectionEvent
 from tensorhub.runtime.loops import LoopThread
 from tensorhub.worker import events
 
@@ -38,16 +38,16 @@ class Reader:
         self.thin = ThinWorker(self.me, crowd, self._send)
         if version:
             self.thin.begin_with(version)
-        self.line = Connection(address, hello_of(self.me, shards, token=own_token()), self._on_line)
+        self.connection = Connection(address, hello_of(self.me, shards, token=own_token()), self._on_connection)
         self.is_answered = False
 
     def _send(self, _: ThinWorker, message: object) -> None:
         assert isinstance(message, Report | LayoutInfo)
         if isinstance(message, Report):
             self.sent_at[message.number] = time.monotonic()
-        self.line.send(message)
+        self.connection.send(message)
 
-    def _on_line(self, event: LineEvent) -> None:
+    def _on_connection(self, event: ConnectionEvent) -> None:
         if isinstance(event, events.Received) and isinstance(event.message, Orders):
             self.is_answered = True
             now, known = time.monotonic(), event.message.acknowledged
@@ -115,7 +115,7 @@ class Crowd:
             reader = Reader(self, index, address, shards, version)
             self.readers.append(reader)
             await asyncio.sleep(max(0.0, began + spread_s * (index - first) / count - time.monotonic()))
-            self._tasks.append(asyncio.ensure_future(reader.line.run()))
+            self._tasks.append(asyncio.ensure_future(reader.connection.run()))
         await _until(lambda: all(reader.is_answered for reader in self.readers), within_s, "everybody has orders")
         return time.monotonic() - began
 
@@ -182,11 +182,13 @@ class Crowd:
         return {
             "waits": sorted(waits),
             "sessions": sum(reader.thin.sessions for reader in self.readers),
-            "connects": sum(reader.line.connects for reader in self.readers),
-            "most_connects": max((reader.line.connects for reader in self.readers), default=0),
+            "connects": sum(reader.connection.connects for reader in self.readers),
+            "most_connects": max((reader.connection.connects for reader in self.readers), default=0),
             "lags": sorted(self._lags),
-            "connected": sum(reader.line.is_connected for reader in self.readers),
-            "why_not": dict(Counter(reader.line.why for reader in self.readers if not reader.line.is_connected)),
+            "connected": sum(reader.connection.is_connected for reader in self.readers),
+            "why_not": dict(
+                Counter(reader.connection.why for reader in self.readers if not reader.connection.is_connected)
+            ),
         }
 
     def close(self) -> None:

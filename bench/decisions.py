@@ -1,7 +1,7 @@
 """What the reference server's decisions cost as the fleet grows: a version, a report, a death, a restart.
 
 Each figure is taken at each size, with 1 shard and with 8, on virtual time (see `fleet`). What would cost more than
-`most_cpu_s` is not taken: the table then says what the two sizes before lead one to expect, and marks it so.
+`max_cpu_s` is not taken: the table then says what the two sizes before lead one to expect, and marks it so.
 """
 
 import gc
@@ -58,7 +58,7 @@ class Curves:
     """All figures of one number of shards."""
 
     shards: int
-    most_cpu_s: float
+    max_cpu_s: float
     of: dict[str, Curve] = field(
         default_factory=lambda: {name: Curve(0.0 if name in OF_ONE else UNKNOWN) for name in COLUMNS}
     )
@@ -68,12 +68,12 @@ class Curves:
         """Measure it, unless it is expected to be too dear or turns out to be. Returns whether it was measured."""
         curve = self.of[name]
         expected = curve.expect(size)
-        if expected is None or expected <= self.most_cpu_s:
+        if expected is None or expected <= self.max_cpu_s:
             try:
                 curve.found[size] = measure()
             except TooDear as error:
                 self.notes.append(f"{size} workers, {self.shards} shards, {COLUMNS[name]}: given up after {error}")
-                expected = max(expected or 0.0, self.most_cpu_s)
+                expected = max(expected or 0.0, self.max_cpu_s)
             else:
                 return True
         curve.expected[size] = expected
@@ -90,7 +90,7 @@ class Curves:
 def measure(curves: Curves, size: int, *, read_s: float = READ_S) -> None:
     """All figures of one size."""
     fleet = Fleet(size, curves.shards, read_s=read_s)
-    most_s = curves.most_cpu_s
+    most_s = curves.max_cpu_s
 
     def join() -> float:
         with fleet.counting(most_s=most_s) as meter:
@@ -116,7 +116,7 @@ def measure(curves: Curves, size: int, *, read_s: float = READ_S) -> None:
 
 def _measure_update(curves: Curves, size: int, fleet: Fleet) -> None:
     """A version; a death and a restart with one under way."""
-    most_s = curves.most_cpu_s
+    most_s = curves.max_cpu_s
 
     def version() -> float:
         with fleet.counting(most_s=most_s) as meter:
@@ -228,7 +228,7 @@ def run(options: Options) -> list[Section]:
     section = Section("decisions", title, ("workers", "shards", *COLUMNS.values()))
     all_curves = []
     for shards in SHARDS:
-        curves = Curves(shards, options.most_cpu_s)
+        curves = Curves(shards, options.max_cpu_s)
         all_curves.append(curves)
         for size in sizes:
             options.tell(f"{size} workers, {shards} shards")
@@ -248,7 +248,7 @@ def run(options: Options) -> list[Section]:
         "disconnected is counted, garbage collector off",
         f"a version: everybody holds the one before, one replica publishes, all others update within a second, a read "
         f"takes {read_s:g} s of virtual time; idle reports in this time are not counted",
-        f"in brackets: not measured, for it would take more than {options.most_cpu_s:g} s of CPU; expected from the "
+        f"in brackets: not measured, for it would take more than {options.max_cpu_s:g} s of CPU; expected from the "
         "two sizes before",
     ]
     return [section]

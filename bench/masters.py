@@ -14,7 +14,7 @@ from .section import Options, Section, closing_all, seconds_text, size_text
 WAYS = {"in place": "bfloat16", "masters": "float32"}  # what the trainer registers
 READERS = ("none", "reads", "stopped")
 SHARE = 0.3
-LEAST_BYTES = 24 << 20  # less, and the reader has all before anybody sees that it has a third
+MIN_BYTES = 24 << 20  # less, and the reader has all before anybody sees that it has a third
 PATIENCE_S = 60
 
 
@@ -24,7 +24,7 @@ def run(options: Options) -> list[Section]:
 
 
 def _measured(options: Options, section: Section) -> Section:
-    size_bytes = max(options.link_bytes, LEAST_BYTES)
+    size_bytes = max(options.link_bytes, MIN_BYTES)
     rounds = 1 if options.is_tiny else options.rounds
     found: dict[tuple[str, str], list[dict[str, float]]] = {}
     with Links(2, options.rate_mbit) as links:

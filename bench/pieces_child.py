@@ -126,13 +126,13 @@ class Pieces:
         tiles = tiles_of(self._table, self._grid)
         manifest = derive_manifest(tiles, [source], layout=layout_digest(self._table), grid=grid_digest(self._grid))
         across = Across(self._registration, tiles, manifest)
-        legs = across.legs([source])
+        tile_sinks = across.tile_sinks([source])
         transport = self._transport(kind)
         began, cpu = time.monotonic(), time.process_time()
-        paths = [read_to_end(transport, endpoint, key, leg, within_s=PATIENCE_S) for leg in legs]
+        paths = [read_to_end(transport, endpoint, key, tile_sink, within_s=PATIENCE_S) for tile_sink in tile_sinks]
         found = time.monotonic() - began
-        for leg in legs:
-            across.ended(leg)
+        for tile_sink in tile_sinks:
+            across.ended(tile_sink)
         if across.missing:
             raise RuntimeError(f"{across.missing} tiles are missing")
         return {"seconds": found, "cpu_s": time.process_time() - cpu, "path": paths[0]}

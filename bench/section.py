@@ -24,7 +24,7 @@ class Options:
     updates: int = 200
     fleets: tuple[int, ...] = (64, 512, 2048, 8192)  # workers whose reports are handed to the decisions directly
     crowds: tuple[int, ...] = (100, 500, 2000)  # workers with real connections
-    most_cpu_s: float = 60.0  # of the server for one figure; what would take more is extrapolated
+    max_cpu_s: float = 60.0  # of the server for one figure; what would take more is extrapolated
     has_star: bool = True
     say: "object" = None
 

@@ -13,7 +13,7 @@ from .section import Goal, Options, Section, closing_all, seconds_text, size_tex
 READERS = {"spot": False, "reliable": True}
 SHARE = 0.5  # that the reader has then
 CHUNK_BYTES = 4 << 20
-LEAST_BYTES = 24 << 20  # less, and the reader has all before anybody sees that it has half
+MIN_BYTES = 24 << 20  # less, and the reader has all before anybody sees that it has half
 STEPS, FEWEST = 40, 8
 LONGEST_S = 60.0  # for all steps of one reader, if there are not too few then
 MAX_TIMES = 2.0
@@ -26,7 +26,7 @@ def run(options: Options) -> list[Section]:
 
 
 def _measured(options: Options, section: Section) -> Section:
-    size_bytes = max(options.link_bytes // 4, LEAST_BYTES)
+    size_bytes = max(options.link_bytes // 4, MIN_BYTES)
     with Links(2, options.rate_mbit) as links:
         fitting = int(LONGEST_S * links.bytes_per_s / size_bytes)
         steps = 2 if options.is_tiny else max(FEWEST, min(STEPS, fitting))

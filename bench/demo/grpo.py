@@ -15,7 +15,7 @@ CLIP_BELOW, CLIP_ABOVE = 0.2, 0.28  # wider above: what is rare and right may gr
 LEARNING_RATE = 7e-4
 WARM_UP_STEPS = 10
 STEADY = 0.5  # of all steps; then the learning rate falls
-LEAST_RATE = 0.1  # of LEARNING_RATE
+MIN_RATE = 0.1  # of LEARNING_RATE
 
 
 def advantages(rewards: Tensor) -> Tensor:
@@ -45,4 +45,4 @@ def learning_rate(step: int, steps: int) -> float:
     """Rises for the first steps, holds, and falls in a straight line over the rest."""
     warm_up = (step + 1) / WARM_UP_STEPS
     fall = (steps - step) / (steps * (1 - STEADY))
-    return LEARNING_RATE * min(1.0, warm_up, max(LEAST_RATE, fall))
+    return LEARNING_RATE * min(1.0, warm_up, max(MIN_RATE, fall))

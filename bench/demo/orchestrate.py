@@ -24,7 +24,7 @@ from .summary import summarise
 LOOK_S = 0.1
 MAX_S = 540.0  # of the whole run; a minute or two are usual
 MAX_WITH_ENGINES_S = 900.0  # three minutes are usual
-LEAST_STEPS = 20
+MIN_STEPS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +46,8 @@ def usual(engine: str) -> Options:
 
 def run_demo(options: Options) -> int:
     """Run it, write the report, print a table. Returns the exit status: 0 if every check holds."""
-    if options.steps < LEAST_STEPS or options.rollouts < 2:
-        raise UsageError(f"the demo needs at least {LEAST_STEPS} steps, and 2 rollouts, of which one is killed")
+    if options.steps < MIN_STEPS or options.rollouts < 2:
+        raise UsageError(f"the demo needs at least {MIN_STEPS} steps, and 2 rollouts, of which one is killed")
     console = Console()
     console.print(_introduction(options), highlight=False, soft_wrap=True)
     events = _empty_folder(options.out / "events")

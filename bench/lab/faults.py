@@ -13,7 +13,7 @@ from .wan import COUNT_S
 
 FROM_SHARE, TO_SHARE = 0.5, 0.9  # of a crossing, to kill in
 # Between two looks pass LOOK_S and COUNT_S, on a busy machine twice that: within 0.4 of a crossing must be two looks.
-LEAST_CROSSING_S = 4 * (LOOK_S + COUNT_S) / (TO_SHARE - FROM_SHARE)
+MIN_CROSSING_S = 4 * (LOOK_S + COUNT_S) / (TO_SHARE - FROM_SHARE)
 
 
 @dataclass
@@ -85,11 +85,11 @@ class SeedKilledRun(Run):
     @staticmethod
     def why_not(scenario: Scenario) -> str | None:
         """Why the middle of a crossing cannot be hit, or None."""
-        if scenario.wan_transfer_s >= LEAST_CROSSING_S:
+        if scenario.wan_transfer_s >= MIN_CROSSING_S:
             return None
         return (
             f"{scenario.size_bytes / MIB:g} MiB cross the WAN within {scenario.wan_transfer_s:.2f} s: to hit the "
-            f"middle takes {LEAST_CROSSING_S:g} s, so {LEAST_CROSSING_S * scenario.wan_mbit / 8:.0f} MiB or more"
+            f"middle takes {MIN_CROSSING_S:g} s, so {MIN_CROSSING_S * scenario.wan_mbit / 8:.0f} MiB or more"
         )
 
     def direct(self) -> None:

@@ -13,7 +13,7 @@ MAX_WAN_COPIES = 1.005  # 1.00 to two decimals
 MAX_WAN_COPIES_KILLED = 1.05
 STAGES = ("ring", "broadcast")
 MAX_SLICE_RATIO = 1.05
-LEAST_SLICES = 100  # of a worker, to be named as the worst
+MIN_SLICES = 100  # of a worker, to be named as the worst
 BUSY = ", not valid: the processor was busy"
 BESIDE = "no goal, shown beside the best"
 
@@ -119,7 +119,7 @@ def _slices(outcome: Outcome) -> Finding:
     """Whether transfers keep a worker from its interpreter."""
     ratio, slices = outcome.moving_ratio, outcome.slices
     text = f"{ratio:.3f} over {sum(each.moving for each in slices.values())} slices"
-    enough = {name: each for name, each in slices.items() if min(each.moving, each.still) >= LEAST_SLICES}
+    enough = {name: each for name, each in slices.items() if min(each.moving, each.still) >= MIN_SLICES}
     if enough:
         worst, name = max((each.ratio, name) for name, each in enough.items())
         text += f" ({name} {worst:.3f})"

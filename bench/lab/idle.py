@@ -6,7 +6,7 @@ What niced processes had counts as idle: they give way at once to the laboratory
 import resource
 from pathlib import Path
 
-LEAST_SHARE = 0.15
+MIN_SHARE = 0.15
 
 
 class Idle:

@@ -21,7 +21,7 @@ from .network import run as ip
 
 EVERY_S = 1.0
 CALM_S = 30.0
-LEAST_ALIVE = 2
+MIN_ALIVE = 2
 MAX_TRANSFERS = 2.0
 SETTLE_S = 5.0  # until who has left is gone from everybody's tables: a lease
 TRAINER, SERVER = "trainer", "server"
@@ -90,7 +90,7 @@ class StormRun(ElasticRun):
     def strike(self) -> None:
         """Kill one or add one, as chance has it and places allow."""
         names = sorted(self.places)
-        if self.free and (len(names) <= LEAST_ALIVE or self.fate.random() < 0.5):
+        if self.free and (len(names) <= MIN_ALIVE or self.fate.random() < 0.5):
             place, name = self.free.pop(self.fate.randrange(len(self.free))), f"storm-{self.strikes}"
             self.places[name] = place
             self.add(name, place)

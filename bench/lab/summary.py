@@ -6,7 +6,7 @@ from statistics import fmean
 import msgspec
 
 from .events import AnyEvent, Computed, Kept, Published, Seen, Updated
-from .idle import LEAST_SHARE
+from .idle import MIN_SHARE
 from .interpreter import SLICE_S, Slices
 
 TRAINER = "trainer"
@@ -40,7 +40,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_valid(self) -> bool:
         """The links were the bottleneck, not the processor."""
-        return self.idle_share >= LEAST_SHARE
+        return self.idle_share >= MIN_SHARE
 
     @property
     def total_stall_s(self) -> float:

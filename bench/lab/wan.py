@@ -25,7 +25,7 @@ _TUNSETIFF = 0x400454CA
 _IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
 _DEVICE = "wan0"
 COUNT_S = 0.05  # whoever wants to know how far a crossing is reads the file
-_MOST_QUEUE_S = 0.1  # a router's buffer: some hundred milliseconds at the most
+MAX_QUEUE_S = 0.1  # a router's buffer: some hundred milliseconds at the most
 
 
 class Direction:
@@ -49,7 +49,7 @@ class Direction:
             except BlockingIOError:
                 return
             starts = max(now, self._free_at)
-            if starts - now > _MOST_QUEUE_S:
+            if starts - now > MAX_QUEUE_S:
                 self.dropped += 1
                 continue
             self._free_at = starts + len(packet) / self._bytes_per_s

@@ -56,7 +56,7 @@ def call_text(name: str, arguments: tuple[object, ...], options: Mapping[str, ob
 def blocking(
     call: Callable[Concatenate[A, P], Coroutine[object, object, T]],
 ) -> Callable[Concatenate[Blocking[A], P], T]:
-    """That method, for a thread that waits."""
+    """The async method, for a thread that waits."""
 
     @wraps(call)
     def waiting(self: Blocking[A], /, *args: P.args, **kwargs: P.kwargs) -> T:

@@ -199,7 +199,7 @@ def test_seconds_by_any_number(server):
 def test_counts_by_any_integer(server, number):
     options = worker_options({}, retain=number, chunk_bytes=number, host_bytes=number)
     assert (options.retain, options.chunk_bytes, options.host_bytes) == (2, 2, 2)
-    assert server_settings({}, most_workers=number).most_workers == 2
+    assert server_settings({}, max_workers=number).max_workers == 2
     assert check_place("m", "r", number - 1, number) == ("m", "r", 1, 2)
     assert plain_spec(number) == 2
     assert parse_fraction(number / 4, "fraction") == 0.5

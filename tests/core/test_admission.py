@@ -11,7 +11,7 @@ from tensorhub.server import Server
 
 from .kit import hello, report, worker
 
-SETTINGS = Settings(lease_s=10.0, report_s=1.0, most_models=2)
+SETTINGS = Settings(lease_s=10.0, report_s=1.0, max_models=2)
 
 
 class Town:
@@ -45,7 +45,7 @@ class Town:
         return self.hello(name, shard, shards) or self.report(name, shard, **more)
 
     def leaves(self, name: str, shard: int) -> None:
-        self.report(name, shard, leaving=True)
+        self.report(name, shard, left=True)
         self.server.disconnected(f"{name}[{shard}]policy", now=self.now)
 
     @property
@@ -61,8 +61,8 @@ def test_models_that_were_left_close_the_server_to_no_new_one() -> None:
     refused = town.hello("w", 0, 1, "c")
     assert refused is not None
     assert (refused.message, refused.retry_s) == ("2 models is the most here", 0.0)
-    town.report("w", 0, "a", leaving=True)
-    town.report("w", 0, "b", leaving=True)
+    town.report("w", 0, "a", left=True)
+    town.report("w", 0, "b", left=True)
     assert (town.hello("w", 0, 1, "c"), town.report("w", 0, "c")) == (None, None), "a, which was left first, goes"
     assert list(models) == ["b", "c"]
     town.until(9.0)
@@ -83,7 +83,7 @@ def test_a_model_that_has_had_a_version_is_remembered_until_its_place_is_needed(
     for name in ("a", "b"):
         town.hello("w", 0, 1, name)
         town.report("w", 0, name, buffer=Holding(Version(7), Digest("r")))
-        town.report("w", 0, name, leaving=True)
+        town.report("w", 0, name, left=True)
     town.until(9.0)
     refused = town.hello("w", 0, 1, "c")
     assert refused is not None

@@ -85,7 +85,7 @@ def test_a_fill_counts_once_it_is_whole_and_a_withdrawn_version_while_it_is_ther
 def test_who_closes_or_has_left_is_not_waited_for(fleet: Fleet) -> None:
     fleet.says(worker("c"), buffer=holding(1), ended=1, finished=1, closing=True)
     assert held(fleet, 2).is_enough
-    fleet.says(worker("b"), ended=1, finished=1, leaving=True)
+    fleet.says(worker("b"), ended=1, finished=1, left=True)
     assert held(fleet, 3) == HeldView(is_enough=True, holders=("a",), counted=1)
 
 
@@ -111,7 +111,7 @@ def test_a_replica_of_which_a_shard_is_gone_does_not_count() -> None:
     assert held(fleet, 1).waits_for.endswith("missing: r[0] (holds nothing)")
     fleet.says(shards[0], shards=2, buffer=holding(1), ended=1, finished=1)
     assert held(fleet, 1).waits_for.endswith("missing: r[1] (holds nothing)")
-    fleet.says(shards[1], shards=2, leaving=True)
+    fleet.says(shards[1], shards=2, left=True)
     assert held(fleet, 1) == HeldView(is_enough=True)
 
 

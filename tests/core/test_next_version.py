@@ -28,7 +28,7 @@ def test_a_lost_number_stays_taken() -> None:
     fleet.says(worker("rollout"))
     fleet.says(worker("trainer"))
     fleet.publishes(7, worker("trainer"), 1)
-    fleet.says(worker("trainer"), leaving=True, ended=1, finished=1)
+    fleet.says(worker("trainer"), left=True, ended=1, finished=1)
     model = fleet.server.state.models[POLICY]
     assert model.is_lost(model.versions[Version(7)])
     assert next_of(fleet) == 8
@@ -44,8 +44,8 @@ def test_what_one_shard_has_published_is_taken_and_stays_so() -> None:
     assert next_of(fleet) == 8, "one shard is about to"
     fleet.says(second, shards=2, call=calls)
     fleet.says(first, shards=2, call=calls, buffer=Holding(Version(7), Digest("r"), published=True))
-    fleet.says(second, shards=2, leaving=True)
-    fleet.says(first, shards=2, leaving=True, ended=1)
+    fleet.says(second, shards=2, left=True)
+    fleet.says(first, shards=2, left=True, ended=1)
     assert not fleet.server.state.models[POLICY].versions[Version(7)].exists
     assert next_of(fleet) == 8
 

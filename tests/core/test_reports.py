@@ -88,12 +88,12 @@ CHANGES: dict[str, Any] = {
     "newest_receipt": "receipt",
     "receipts": {1: "receipt"},
     "closing": True,
-    "leaving": True,
+    "left": True,
     "claim": ONE,
     "claimed_in": Number(5),
     "stops": True,
     "across": Across(ONE),
-    "over": (Ticket(4),),
+    "also_closed": (Ticket(4),),
     "can_box": True,
     "missed": Failure("layout-mismatch", "no shard has it"),
 }
@@ -103,7 +103,7 @@ CHANGES: dict[str, Any] = {
 def test_whatever_a_worker_says_anew_is_more_than_that_it_lives(field: str) -> None:
     said = replace(Report(2), **{field: CHANGES[field]})
     assert not sessions.is_same(said, Report(1))
-    if field != "leaving":  # which is said once
+    if field != "left":  # which is said once
         assert sessions.is_same(replace(said, number=3), said)
 
 

@@ -49,7 +49,7 @@ def test_a_reliable_worker_that_comes_takes_the_order_back_and_one_that_goes_bri
     town = lone()
     town.joins(HEIR)
     assert ordered(town) is None
-    town.says(HEIR, leaving=True)
+    town.says(HEIR, left=True)
     assert ordered(town) == ONE
 
 
@@ -76,16 +76,16 @@ def test_the_copy_stays_until_another_reliable_worker_has_the_version() -> None:
 # --- which version is safe enough to be the only one left ---
 
 
-@pytest.mark.parametrize("is_leaving", [False, True])
-def test_a_host_copy_that_is_about_to_go_makes_no_version_safe(is_leaving: bool) -> None:
+@pytest.mark.parametrize("is_dropping", [False, True])
+def test_a_host_copy_that_is_about_to_go_makes_no_version_safe(is_dropping: bool) -> None:
     """It was told to go for the sake of the version before, which is given up only when the new one is safe."""
     town = Town()
     town.joins(TRAINER, buffer=Holding(TWO, ROOT, published=True))
-    copy = HostCopy(1, TWO, ROOT, whole=True, leaving=is_leaving)
+    copy = HostCopy(1, TWO, ROOT, whole=True, dropping=is_dropping)
     town.joins(KEEPER, buffer=Holding(ONE, ROOT), copies=(copy,))
     town.joins(SPOT, reliable=False, buffer=Holding(TWO, ROOT))
     town.says(SPOT, buffer=Holding(TWO, ROOT), ended=1)
-    assert town.server.state.models[TRAINER.model].newest_established == (ONE if is_leaving else TWO)
+    assert town.server.state.models[TRAINER.model].newest_established == (ONE if is_dropping else TWO)
 
 
 @pytest.mark.parametrize("is_newest", [False, True])

@@ -34,7 +34,7 @@ from tensorhub.server import Server
 
 from .kit import LAYOUT, hello, worker
 
-SETTINGS = Settings(lease_s=4.0, report_s=1.0, most_versions=4, most_workers=8, most_models=2, most_failures=2)
+SETTINGS = Settings(lease_s=4.0, report_s=1.0, max_versions=4, max_workers=8, max_models=2, max_failures=2)
 WORKERS = [worker(replica, shard) for replica in ("trainer", "a", "b") for shard in (0, 1)]
 FIRST_NUMBER = 100
 
@@ -116,7 +116,7 @@ reports = st.builds(
     closed=numbers.map(Ticket),
     newest=st.none() | versions,
     failures=st.lists(failures, max_size=3).map(tuple),
-    leaving=st.sampled_from([False, False, False, True]),
+    left=st.sampled_from([False, False, False, True]),
     closing=st.sampled_from([False, False, False, True]),
     stops=st.booleans(),
     copies=st.lists(copies, max_size=3).map(tuple),

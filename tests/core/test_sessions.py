@@ -25,7 +25,7 @@ TRAINER, READER, OTHER, THIRD = (worker(name) for name in ("trainer", "a", "b", 
 
 
 def test_layouts_of_nobody_are_forgotten_and_those_in_use_are_not() -> None:
-    town = Town(most_versions=8)
+    town = Town(max_versions=8)
     town.joins(TRAINER, buffer=Holding(ONE, ROOT, published=True))
     for number in range(100):
         other = LayoutInfo.of(Layout((), number + 1))
@@ -54,9 +54,9 @@ def test_what_a_former_job_wanted_kept_is_over_with_it() -> None:
     town.joins(OTHER, retain=6)
     town.joins(READER, retain=2)
     model = town.server.state.models[TRAINER.model]
-    town.says(OTHER, leaving=True)
+    town.says(OTHER, left=True)
     assert model.retain == 6  # it is kept whoever leaves
-    town.says(READER, leaving=True)
+    town.says(READER, left=True)
     town.joins(TRAINER)
     assert model.retain == 1
 
@@ -65,7 +65,7 @@ def test_what_a_former_job_wanted_kept_is_over_with_it() -> None:
 def test_a_wish_counts_as_far_as_the_server_allows_and_not_of_a_spot_worker(
     wish: int, is_reliable: bool, retain: int
 ) -> None:
-    town = Town(most_retain=3)
+    town = Town(max_retain=3)
     town.joins(TRAINER)
     town.joins(OTHER, retain=wish, reliable=is_reliable)
     assert town.server.state.models[TRAINER.model].retain == retain
@@ -174,7 +174,7 @@ def test_many_workers_report_more_seldom(workers: int, report_s: float) -> None:
 
 def test_who_was_told_to_report_seldom_is_silent_later() -> None:
     """And no change of it is a reason to send everybody new orders."""
-    few = Settings(lease_s=10.0, report_s=1.0, most_reports_per_s=1)
+    few = Settings(lease_s=10.0, report_s=1.0, max_reports_per_s=1)
     server = Server(few, 0.0, 1, fresh=True)
     told = {}
     for number in range(3):

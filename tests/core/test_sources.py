@@ -242,7 +242,7 @@ def test_twenty_resets_that_each_brought_a_chunk_end_no_call() -> None:
 def test_nine_that_brought_nothing_do() -> None:
     cluster = Cluster(PUBLISHER)
     cluster.fail(chunks=5)
-    for _ in range(SETTINGS.most_failures - 1):
+    for _ in range(SETTINGS.max_failures - 1):
         cluster.pass_time(3)
         cluster.fail()
     cluster.pass_time(3)

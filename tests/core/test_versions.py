@@ -38,8 +38,8 @@ from .town import Town
 ROOT, OTHER, LAYOUT = Digest("root"), Digest("other"), Digest("layout")
 
 
-def model(most_versions: int = 256) -> Model:
-    return Model(ModelName("policy"), 1, most_versions)
+def model(max_versions: int = 256) -> Model:
+    return Model(ModelName("policy"), 1, max_versions)
 
 
 def trainer() -> Replica:
@@ -143,7 +143,7 @@ def content(buffer: Buffer, *beside: HostCopy) -> Content:
 
 
 def test_versions_that_nobody_needs_make_room_the_oldest_first() -> None:
-    found = model(most_versions=3)
+    found = model(max_versions=3)
     for version in range(1, 4):
         found.note_exists(Version(version))
     found.move(worker("a"), content(Empty()), content(Holding(Version(1), ROOT)))

@@ -27,7 +27,7 @@ import xxhash
 
 from tensorhub.memory import cuda, cuda_device, cuda_sharing
 from tensorhub.memory.streams import Copy, Freed, Piece, host_view
-from tensorhub.memory.xxh3 import LEAST_BYTES, Chunks, Spans
+from tensorhub.memory.xxh3 import MIN_BYTES, Chunks, Spans
 from tensorhub.protocol.errors import TransportMissing
 from tensorhub.transport.nixl import agent
 from tensorhub.transport.on_device import Shared
@@ -188,7 +188,7 @@ def device_digests(
         hasher = xxhash.xxh3_128()
         for view in _views(source if target is None else target, start, stop):
             hasher.update(view)
-        found += hasher.digest() if stop - start >= LEAST_BYTES else bytes(16)
+        found += hasher.digest() if stop - start >= MIN_BYTES else bytes(16)
     return found
 
 

@@ -80,7 +80,7 @@ def test_a_fleet_goes_on_after_a_death_and_a_restart_in_mid_update():
 
 
 def test_every_figure_of_a_small_fleet():
-    curves = Curves(1, most_cpu_s=60.0)
+    curves = Curves(1, max_cpu_s=60.0)
     decisions.measure(curves, 6, read_s=1.0)
     found = {name: curve.found.get(6) for name, curve in curves.of.items()}
     assert all(value is not None and value > 0 for value in found.values()), found

@@ -213,11 +213,11 @@ def fill_across(
 ) -> Across:
     """Fetch every tile, batch by batch. Raises `CorruptTransfer` at the first one that is not what was announced."""
     across = Across(reader, tiles, manifest)
-    for leg in across.legs(sources):
-        for batch in leg.begin(Cut(leg.source.table, tiles.grid, leg.source.manifest).encode()):
-            ranges = leg.batches.rows.ranges(*leg.batches.span(batch))
-            with leg.stream.writing(*leg.batches.span(batch)) as (view,):
-                view[:] = gather(shards[leg.number].registration.stream, ranges)
-                leg.accept(batch, [view])
-            leg.stored(batch)
+    for tile_sink in across.tile_sinks(sources):
+        for batch in tile_sink.begin(Cut(tile_sink.source.table, tiles.grid, tile_sink.source.manifest).encode()):
+            ranges = tile_sink.batches.rows.ranges(*tile_sink.batches.span(batch))
+            with tile_sink.stream.writing(*tile_sink.batches.span(batch)) as (view,):
+                view[:] = gather(shards[tile_sink.number].registration.stream, ranges)
+                tile_sink.accept(batch, [view])
+            tile_sink.stored(batch)
     assert across.missing == 0

@@ -19,7 +19,7 @@ from tensorhub.memory.fill import FillSink
 from tensorhub.memory.host_copies import HostMemory, check_filled, copy_directly, pinned_bytes
 from tensorhub.memory.registration import Registration, register
 from tensorhub.memory.streams import StagingRing
-from tensorhub.memory.xxh3 import LEAST_BYTES, Chunks, Spans
+from tensorhub.memory.xxh3 import MIN_BYTES, Chunks, Spans
 from tensorhub.protocol.errors import CorruptTransfer
 from tensorhub.protocol.layout import Box
 from tensorhub.reshard.grid import Cutting, table_of, tiles_of
@@ -146,10 +146,10 @@ def test_the_device_makes_the_digests_of_the_host() -> None:
 def test_every_length_has_the_digest_of_the_host() -> None:
     whole = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8)
     there = whole.cuda()
-    for size_bytes in range(LEAST_BYTES + 1):  # what is shorter than the long path of xxh3 is the host's
+    for size_bytes in range(MIN_BYTES + 1):  # what is shorter than the long path of xxh3 is the host's
         given = register({"w": there[:size_bytes]}), register({"w": whole[:size_bytes]})
         assert build_manifest(given[0], 4096) == build_manifest(given[1], 4096), size_bytes
-    for size_bytes in [*range(LEAST_BYTES, 5001), *(k * 1024 + d for k in (8, 16, 64, 1023) for d in (-1, 0, 1, 64))]:
+    for size_bytes in [*range(MIN_BYTES, 5001), *(k * 1024 + d for k in (8, 16, 64, 1023) for d in (-1, 0, 1, 64))]:
         inside = size_bytes % 17
         spans = Spans([0], [there.data_ptr() + inside], size_bytes)
         found = cuda_device.device_digests(0, spans, Chunks(0, size_bytes, size_bytes))
@@ -224,8 +224,8 @@ def test_what_lies_in_many_segments_is_copied_and_digested(mean_bytes: int, chun
     host, copied = memory.cpu().numpy(), other.cpu().numpy()
     data = b"".join(host[place].tobytes() for place in places)
     expected = [data[at : at + chunk_bytes] for at in range(0, size_bytes, chunk_bytes)]
-    assert [found[16 * at :][:16] for at, each in enumerate(expected) if len(each) >= LEAST_BYTES] == [
-        xxhash.xxh3_128_digest(each) for each in expected if len(each) >= LEAST_BYTES
+    assert [found[16 * at :][:16] for at, each in enumerate(expected) if len(each) >= MIN_BYTES] == [
+        xxhash.xxh3_128_digest(each) for each in expected if len(each) >= MIN_BYTES
     ]
     assert b"".join(copied[place].tobytes() for place in others) == data
     for place in others:
@@ -344,13 +344,13 @@ def test_rows_of_two_shards_become_columns_of_one(is_turned: bool) -> None:
     sources = [Source(f"trainer[{at}]", cut.table, cut.manifest) for at, cut in enumerate(cuts)]
     tiles = tiles_of(table, grid)
     manifest = derive_manifest(tiles, sources, layout=layout_digest(table), grid=grid_digest(grid))
-    for leg in Across(reader, tiles, manifest).legs(sources):
-        ends = [its.stream._cuda.spans()[0][1] for its in (rows[leg.number], reader)]
-        terms = leg.terms()
-        landing = cuda_device.CudaLanding(0, lambda: None, *ends, leg.batches, terms.scatter, is_hashing=True)
-        half = len(leg.batches) // 2
+    for tile_sink in Across(reader, tiles, manifest).tile_sinks(sources):
+        ends = [its.stream._cuda.spans()[0][1] for its in (rows[tile_sink.number], reader)]
+        terms = tile_sink.terms()
+        landing = cuda_device.CudaLanding(0, lambda: None, *ends, tile_sink.batches, terms.scatter, is_hashing=True)
+        half = len(tile_sink.batches) // 2
         landing.gather(range(half))
-        landing.gather(range(half, len(leg.batches)))
+        landing.gather(range(half, len(tile_sink.batches)))
         assert landing.digests() == terms.digests[: 16 * terms.scatter.first_tile[half]]
         landing.scatter()
         assert landing.digests() == terms.digests[16 * terms.scatter.first_tile[half] :]

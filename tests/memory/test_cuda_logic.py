@@ -410,7 +410,7 @@ def test_chunks_on_devices_are_hashed_there_in_one_go_for_each(monkeypatch: pyte
         parts = [data[at : end - spans.starts[0]] for at, end in cuts]
         return b"".join(xxhash.xxh3_128_digest(part) for part in parts)
 
-    monkeypatch.setattr(xxh3, "LEAST_BYTES", 11)
+    monkeypatch.setattr(xxh3, "MIN_BYTES", 11)
     monkeypatch.setattr(cuda_device, "why_not", lambda index: None)
     monkeypatch.setattr(cuda_device, "device_digests", hashed)
     stream = cuda.CudaStream(pieces, StagingRing(64, 8))

@@ -35,7 +35,7 @@ from tensorhub.reshard.copies import (
 )
 from tensorhub.reshard.grid import BoxTable, Cutting, Grid, Tiles, grid_of, table_of_columns, tiles_of
 from tensorhub.reshard.plan import Plan, Source, derive_manifest, plan_reads
-from tensorhub.reshard.read import Across, Leg, Offer, grid_for, tiled_version, version_from, whole_layout
+from tensorhub.reshard.read import Across, Offer, TileSink, grid_for, tiled_version, version_from, whole_layout
 from tensorhub.reshard.wire import (
     Cut,
     decode_cut,
@@ -210,24 +210,24 @@ def test_the_next_version_is_planned_anew_only_where_a_layout_or_the_grid_has_ch
     publisher = shard_of({"w": matrix(64, 64)}, {"w": [Box("w", (64, 64), (0, 0), (64, 64), 0, (64, 1))]})
     reader = shard_of({"w": matrix(64, 32)}, {"w": [Box("w", (64, 64), (0, 32), (64, 32), 0, (32, 1))]})
 
-    def legs_of(grid: Grid) -> list[Leg]:
+    def tile_sinks_of(grid: Grid) -> list[TileSink]:
         cut, tiles = publish_cut(publisher.registration, tiles_of(publisher.table, grid)), tiles_of(reader.table, grid)
         source = Source("trainer[0]", cut.table, cut.manifest)
         layout = layout_digest(reader.table)
         manifest = derive_manifest(tiles, [source], layout=layout, grid=grid_digest(grid))
-        return Across(reader.registration, tiles, manifest).legs([source])
+        return Across(reader.registration, tiles, manifest).tile_sinks([source])
 
     grid = grid_of([publisher.table, reader.table])
-    (first,) = legs_of(grid)
+    (first,) = tile_sinks_of(grid)
     publisher.arrays["w"] += 1
-    (second,) = legs_of(grid)
+    (second,) = tile_sinks_of(grid)
     assert second.batches is first.batches
     assert second.terms().digests != first.terms().digests
     assert planned == [1]
     cutting = Cutting(1 << 10, fewest_tiles=1 << 20)
     cutting.add_publisher(publisher.table)
     cutting.add_other(reader.table)
-    legs_of(cutting.grid())
+    tile_sinks_of(cutting.grid())
     assert planned == [1, 16]
 
 

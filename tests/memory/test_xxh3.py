@@ -17,7 +17,7 @@ import xxhash
 from tensorhub.memory import landing, xxh3
 from tensorhub.memory.landing import Landing, row_table
 from tensorhub.memory.registration import Registration
-from tensorhub.memory.xxh3 import BLOCK_BYTES, LANES, LEAST_BYTES, Chunks, NoRoom, Spans, digests
+from tensorhub.memory.xxh3 import BLOCK_BYTES, LANES, MIN_BYTES, Chunks, NoRoom, Spans, digests
 from tensorhub.reshard.copies import COLUMNS
 from tensorhub.reshard.grid import Cutting, tiles_of
 from tensorhub.reshard.plan import Source, derive_manifest
@@ -147,7 +147,7 @@ BOUNDARIES = [k * BLOCK_BYTES + d for k in (4, 5, 8, 16, 17, 32) for d in (-65, 
 
 def test_any_length_has_the_digest_of_the_host(library: ctypes.CDLL) -> None:
     rng, random_bytes = random.Random(1), np.random.default_rng(1)
-    for length in [*range(LEAST_BYTES, 5001, 41), *BOUNDARIES]:
+    for length in [*range(MIN_BYTES, 5001, 41), *BOUNDARIES]:
         content = random_bytes.integers(0, 256, length, np.uint8)
         check(library, rng, content, Chunks(0, length, length), copies=rng.random() < 0.3)
 
@@ -160,7 +160,7 @@ def test_chunks_of_any_size_in_pieces_of_any_size(library: ctypes.CDLL, monkeypa
         total = rng.randrange(size_bytes, 60_000)
         start = rng.randrange(0, total // size_bytes) * size_bytes
         stop = min(total, start + rng.randrange(1, 8) * size_bytes)
-        if (stop - start - 1) % size_bytes + 1 < LEAST_BYTES:
+        if (stop - start - 1) % size_bytes + 1 < MIN_BYTES:
             stop = start + size_bytes
         content = random_bytes.integers(0, 256, total, np.uint8)
         check(library, rng, content, Chunks(start, stop, size_bytes), copies=rng.random() < 0.6)
@@ -175,7 +175,7 @@ def test_extreme_bytes(library: ctypes.CDLL) -> None:
 def test_a_device_that_is_nearly_full_gets_smaller_windows(
     library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(xxh3, "LEAST_WINDOW_BYTES", 8192)
+    monkeypatch.setattr(xxh3, "MIN_WINDOW_BYTES", 8192)
     content = np.random.default_rng(4).integers(0, 256, 100_000, np.uint8)
     source = Scattered(content, [], random.Random(4), filled=True)
     chunks = Chunks(0, 100_000, 4096)
@@ -243,7 +243,7 @@ def spans_of(registration: Registration) -> Spans:
 
 
 def test_tiles_of_any_layout_land_and_go_to_their_places(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(landing, "LEAST_WINDOW_BYTES", 4096)
+    monkeypatch.setattr(landing, "MIN_WINDOW_BYTES", 4096)
     for seed in range(6):
         chance = random.Random(seed)
         monkeypatch.setattr(landing, "MAX_BYTES", chance.choice((16, 3000)) * 4096)  # several windows, or room for all
@@ -261,13 +261,13 @@ def test_tiles_of_any_layout_land_and_go_to_their_places(library: ctypes.CDLL, m
         source, tiles = Source("trainer", cut.table, cut.manifest), tiles_of(reader.table, grid)
         layout = layout_digest(reader.table)
         manifest = derive_manifest(tiles, [source], layout=layout, grid=grid_digest(grid))
-        for leg in Across(reader.registration, tiles, manifest, batch_bytes=1).legs([source]):
-            terms, at = leg.terms(), 0
+        for tile_sink in Across(reader.registration, tiles, manifest, batch_bytes=1).tile_sinks([source]):
+            terms, at = tile_sink.terms(), 0
             ends = spans_of(publisher.registration), spans_of(reader.registration)
-            its = Landing(lambda: Emulator(library), *ends, leg.batches, terms.scatter, is_hashing=True)
+            its = Landing(lambda: Emulator(library), *ends, tile_sink.batches, terms.scatter, is_hashing=True)
             under_way: list[range] = []
-            while at < len(leg.batches) or under_way:
-                if at < len(leg.batches) and len(under_way) < chance.choice((1, 2, 2)):
+            while at < len(tile_sink.batches) or under_way:
+                if at < len(tile_sink.batches) and len(under_way) < chance.choice((1, 2, 2)):
                     under_way.append(window := range(at, chance.randint(at + 1, its.reach(at))))
                     its.gather(window)
                     at = window.stop
@@ -279,7 +279,9 @@ def test_tiles_of_any_layout_land_and_go_to_their_places(library: ctypes.CDLL, m
             its.close()
             elsewhere = replace(ends[1], addresses=[address + 8 for address in ends[1].addresses])
             for target, is_known in ((replace(ends[1]), True), (elsewhere, False)):  # tables are made anew only then
-                other = Landing(lambda: Emulator(library), ends[0], target, leg.batches, terms.scatter, is_hashing=True)
+                other = Landing(
+                    lambda: Emulator(library), ends[0], target, tile_sink.batches, terms.scatter, is_hashing=True
+                )
                 assert (other._its is its._its) == is_known
                 other.close()
         assert not reader.wrong(model)

@@ -34,7 +34,7 @@ MUTANTS = (
     ),
     Mutant(
         "a call whose read brings nothing is not looked at",
-        "            self.mark_dirty(read.reader)  # whose call may be in vain\n",
+        "            self.mark_dirty(read.reader)  # its call may have no source that brings anything\n",
         "",
     ),
     Mutant(
@@ -116,8 +116,8 @@ MUTANTS = (
     Mutant("orders of a dead server count", "        return acknowledged >= self._since\n", "        return True\n"),
     Mutant(
         "a host copy goes before the server has heard that it will",
-        "                self.leaving[copy.version] = Leaving(next_report)\n",
-        "                self.leaving[copy.version] = Leaving(0)\n",
+        "                self.dropping[copy.version] = Dropping(next_report)\n",
+        "                self.dropping[copy.version] = Dropping(0)\n",
     ),
     Mutant(
         "a replica joins with another number of shards",
@@ -210,8 +210,8 @@ MUTANTS = (
     Mutant("workers do not report what they hold", "        newest=proofs.newest,\n", "        newest=None,\n"),
     Mutant(
         "a buffer is drained right after a restart",
-        "    if not model.roll.is_over or admission.is_strange(state, member):\n        return Drained(why",
-        "    if admission.is_strange(state, member):\n        return Drained(why",
+        "    if not model.roll.is_over or admission.may_have_unknown_readers(state, member):\n        return Drained(why",
+        "    if admission.may_have_unknown_readers(state, member):\n        return Drained(why",
     ),
     Mutant('"latest" is answered right after a restart', "    return model.roll.is_over and (not", "    return (not"),
     Mutant(
@@ -475,7 +475,7 @@ MUTANTS = (
     ),
     Mutant(
         "a closing worker waits for one that cannot read",
-        "        return IN_VAIN if member.turns_lost else AT_ONCE\n",
+        "        return AFTER_FAILURES if member.turns_lost else AT_ONCE\n",
         "        return AT_ONCE\n",
     ),
     Mutant(
@@ -485,8 +485,8 @@ MUTANTS = (
     ),
     Mutant(
         "a released host copy counts again",
-        "if copy.version == version and not copy.leaving and copy.number not in self.releasing:\n",
-        "if copy.version == version and not copy.leaving:\n",
+        "if copy.version == version and not copy.dropping and copy.number not in self.releasing:\n",
+        "if copy.version == version and not copy.dropping:\n",
     ),
     Mutant(
         "a host copy is released while it is read",
@@ -496,7 +496,7 @@ MUTANTS = (
     Mutant(
         "a useless host copy is dropped while it is read",
         "            self.leave(version, next_report=next_report)\n        else:\n",
-        "            self.leaving[version] = Leaving(0, is_final=True, is_agreed=True)\n        else:\n",
+        "            self.dropping[version] = Dropping(0, is_final=True, is_agreed=True)\n        else:\n",
     ),
     Mutant(
         "a reader stays at a host copy that is about to go",
@@ -507,7 +507,7 @@ MUTANTS = (
         "a closing worker drops its host copies at once",
         "        worker.copies.leave_all(next_report=worker.next_report)\n",
         "        worker.copies.leave_all(next_report=0)\n"
-        "        for each in worker.copies.leaving.values():\n"
+        "        for each in worker.copies.dropping.values():\n"
         "            each.is_agreed = True\n",
     ),
     Mutant(
@@ -561,7 +561,7 @@ MUTANTS = (
     ),
     Mutant(
         "a worker that has left begins another session",
-        "                if model is not None and report.leaving:  # it has left, and did not hear that\n",
+        "                if model is not None and report.left:  # it has left, and did not hear that\n",
         "                if False:\n",
     ),
     Mutant(
@@ -593,10 +593,10 @@ MUTANTS = (
     Mutant("a source that seems dead is asked first", "        candidate.is_doubtful,\n", ""),
     Mutant(
         "a failed source is offered to the next reader",
-        "        source.is_doubted = True\n",
-        "        source.is_doubted = False\n",
+        "        source.has_failed_a_reader = True\n",
+        "        source.has_failed_a_reader = False\n",
     ),
-    Mutant("a source that failed once is avoided for ever", "    member.is_doubted = False\n", ""),
+    Mutant("a source that failed once is avoided for ever", "    member.has_failed_a_reader = False\n", ""),
     Mutant(
         "a call fails though its reads bring chunks",
         "        reader.chunks, reader.failures = reader.chunks_in_place, 0\n",
@@ -689,7 +689,7 @@ MUTANTS = (
     ),
     Mutant(
         "a worker unknown to the others is drained at once",
-        "    if not model.roll.is_over or admission.is_strange(state, member):\n        return Drained(why",
+        "    if not model.roll.is_over or admission.may_have_unknown_readers(state, member):\n        return Drained(why",
         "    if not model.roll.is_over:\n        return Drained(why",
     ),
     Mutant(
@@ -730,7 +730,7 @@ MUTANTS = (
     ),
     Mutant(
         "workers of another layout never take over a closing worker's version",
-        "    return Handover(tuple([heir.member.worker for heir in best[1]]), is_across=True)\n",
+        "    return Handover(tuple([candidate.member.worker for candidate in best[1]]), is_across=True)\n",
         "    return its_own\n",
     ),
     Mutant(
@@ -852,8 +852,8 @@ MUTANTS = (
     ),
     Mutant(
         "a part of a read across ends only after older ones",
-        "        over=tuple(worker.slot.parts.over),\n",
-        "        over=(),\n",
+        "        also_closed=tuple(worker.slot.parts.over),\n",
+        "        also_closed=(),\n",
     ),
     Mutant(
         "an update that is made again goes back",

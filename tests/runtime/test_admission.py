@@ -122,7 +122,7 @@ def test_who_is_welcome_may_say_as_much_as_a_layout_takes_without_a_pause(server
 
 
 def test_all_strangers_together_have_a_limit_that_no_worker_meets(server, monkeypatch):
-    most = server._server.shell._strangers
+    most = server._server.shell._unknown_clients
     with Raw(server.address) as first, Raw(server.address) as second:
         first.sock.sendall(beginning(1 << 20) + bytes(40_000))
         eventually(lambda: most.held_bytes >= 40_000, "the first one is heard")
@@ -155,7 +155,7 @@ def test_lines_on_which_no_hello_was_said_keep_no_worker_out(monkeypatch):
     monkeypatch.setattr(server_module, "SPARE_CONNECTIONS", 1)
     monkeypatch.setattr(server_module, "HELLO_S", 2 * DEADLINE_S)
     with (
-        ServerThread(settings=Settings(most_workers=1)) as server,
+        ServerThread(settings=Settings(max_workers=1)) as server,
         Raw(server.address) as first,
         Raw(server.address),
         tensorhub.open("m", replica="r", server=server.address),
@@ -176,10 +176,10 @@ GOODBYES = {
 @pytest.mark.parametrize("said", GOODBYES.values(), ids=GOODBYES)
 def test_nothing_is_kept_of_who_has_gone(server, said):
     """Not in a circle either: a server looks for those seldom."""
-    lines = server._server.shell._lines
+    lines = server._server.shell._sockets
     with Raw(server.address) as stranger:
         eventually(lambda: lines, "it is connected")
-        kept = [weakref.ref(line.socket) for line in list(lines.values())]
+        kept = [weakref.ref(line.websocket) for line in list(lines.values())]
         with contextlib.suppress(ConnectionError):  # it was hung up on
             stranger.sock.sendall(said)
     eventually(lambda: all(each() is None for each in kept), "it is forgotten")

@@ -321,7 +321,7 @@ class Liar:
                 for _ in range(self.dice.randrange(3))
             ),
             received_bytes={self.word(): self.number()},
-            leaving=maybe() < 0.05,
+            left=maybe() < 0.05,
         )
 
     def message(self, number: int):

@@ -243,7 +243,7 @@ def test_values_of_another_type_are_refused(value):
 def test_a_lease_that_no_report_could_renew_is_refused():
     with pytest.raises(UsageError, match="lease_s"):
         server_settings({}, lease_s=1, report_s=1)
-    for name, value in (("lease_s", 0), ("most_workers", 0), ("most_workers", "many"), ("drift", 2)):
+    for name, value in (("lease_s", 0), ("max_workers", 0), ("max_workers", "many"), ("drift", 2)):
         with pytest.raises(UsageError):
             server_settings({}, **{name: value})
 

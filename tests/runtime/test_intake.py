@@ -94,11 +94,11 @@ def test_who_takes_nothing_is_cut(monkeypatch):
         stuck, well = Socket(), Socket()
         well.reads.set()
         for name, socket in (("stuck", stuck), ("well", well)):
-            line = shell._lines[name] = WorkerSocket(name, socket, socket)
+            line = shell._sockets[name] = WorkerSocket(name, socket, socket)
             line.has_said_hello = True
             line.post(orders(1))
         async with asyncio.timeout(5), asyncio.TaskGroup() as group:
-            tasks = [group.create_task(line.write()) for line in shell._lines.values()]
+            tasks = [group.create_task(line.write()) for line in shell._sockets.values()]
             tasks.append(group.create_task(shell._sweep()))
             await stuck.ended.wait()
             for task in tasks:
@@ -232,7 +232,7 @@ class Busy:
         for number in range(lines):
             socket = Socket()
             socket.reads.set()
-            line = self.shell._lines[f"line-{number}"] = WorkerSocket(f"line-{number}", socket, socket)
+            line = self.shell._sockets[f"line-{number}"] = WorkerSocket(f"line-{number}", socket, socket)
             self.lines.append(line)
             line.has_said_hello = True
             self.shell.intake.put(line, hello(replica=f"r{number}"))
@@ -261,7 +261,7 @@ class Busy:
         await settle()
 
     def answered(self, line: WorkerSocket) -> list[int]:
-        return [message.acknowledged for message in line.socket.sent if isinstance(message, Orders)]
+        return [message.acknowledged for message in line.websocket.sent if isinstance(message, Orders)]
 
 
 def test_orders_leave_while_reports_still_wait(monkeypatch):

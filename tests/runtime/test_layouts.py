@@ -127,7 +127,7 @@ def test_a_last_report_that_makes_no_sense_ends_its_line_and_not_the_server(serv
         async with line_to(server.address, hello(), Report(1, layout=A.digest())) as line:
             await heard(line, LayoutWanted)
             monkeypatch.setattr(machine, "handle", choke)
-        eventually(lambda: not server._server.shell._lines, "the line has ended")
+        eventually(lambda: not server._server.shell._sockets, "the line has ended")
         monkeypatch.undo()
         async with line_to(server.address, hello(replica="s"), Report(1)) as other:
             assert (await heard(other, Orders)).acknowledged == 1

@@ -124,7 +124,7 @@ def test_nixl_alone_where_it_is_not_says_what_is_missing(monkeypatch):
 
 def test_an_open_that_is_given_up_while_its_session_begins_leaves_none(monkeypatch):
     """It is cancelled when the server has made a session, and its answer is still on the way."""
-    on_line, late = Driver._on_line, []
+    on_line, late = Driver._on_connection, []
 
     def slowly(driver, event):
         if not late and isinstance(event, Received):
@@ -134,7 +134,7 @@ def test_an_open_that_is_given_up_while_its_session_begins_leaves_none(monkeypat
         else:
             on_line(driver, event)
 
-    monkeypatch.setattr(Driver, "_on_line", slowly)
+    monkeypatch.setattr(Driver, "_on_connection", slowly)
     with tensorhub.serve() as server:
 
         async def cancelled():

@@ -398,7 +398,7 @@ def test_a_closed_server_says_so():
 
 def test_a_server_that_is_full_is_not_said_to_be_missing(monkeypatch, caplog):
     monkeypatch.setattr(server_module, "SPARE_CONNECTIONS", 0)
-    with ServerThread(settings=Settings(most_workers=1)) as server:
+    with ServerThread(settings=Settings(max_workers=1)) as server:
         with (
             tensorhub.open("m", replica="first", server=server.address),
             pytest.raises(tensorhub.ServerUnreachable) as raised,
@@ -407,7 +407,7 @@ def test_a_server_that_is_full_is_not_said_to_be_missing(monkeypatch, caplog):
         said = f"the reference server at {server.address} let no client in"
         within = re.escape(f"m/second[0]: {said} within ") + r"0\.[45] s: it is full of connections"
         assert re.fullmatch(within, str(raised.value)), "it gives up when no further try would be in time"
-        assert "TENSORHUB_MOST_WORKERS" in raised.value.hint
+        assert "TENSORHUB_MAX_WORKERS" in raised.value.hint
         assert f"{said}: it is full of connections" in caplog.text
 
 

@@ -111,10 +111,10 @@ def _settings(stage: Stage, words: list[str]) -> None:
     stage.words.shows_rosters = options.get("rosters", "") == "shown"
     stage.settings = Settings(
         **times,
-        most_failures=failures,
+        max_failures=failures,
         default_retain=retain,
         keep_established=keep,
-        most_versions=int(options.get("versions", "256")),
+        max_versions=int(options.get("versions", "256")),
     )
 
 

@@ -115,7 +115,7 @@ class Words:
         if report.prefetch is not None:
             parts.append(f"wants {report.prefetch} ahead")
         if report.closing:
-            parts.append("leaving" if report.leaving else "wants to leave")
+            parts.append("leaving" if report.left else "wants to leave")
         if self.shows_rosters and report.roster is not None:
             parts.append(f"shows a roster of {report.roster.count}")
         return ", ".join(parts)
@@ -250,9 +250,9 @@ def buffer_text(buffer: Buffer) -> str:
 
 
 def copy_text(copy: HostCopy) -> str:
-    state = "about to go" if copy.leaving else "whole" if copy.whole else "filling"
+    state = "about to go" if copy.dropping else "whole" if copy.whole else "filling"
     state += ", shared" if copy.shared else ""
-    if copy.unfit and not copy.leaving:
+    if copy.unfit and not copy.dropping:
         state += ", unfit for the tensors"
     return f"copy {copy.number} of {copy.version} {state}"
 

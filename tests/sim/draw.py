@@ -44,7 +44,7 @@ def draw_plan(seed: int) -> Plan:
         conditions = replace(conditions, shards_b=counts.randint(1, 4))
     most = sum(conditions.shards_in(each.cut) for each in replicas)
     if shape.random() < 0.1:
-        settings = replace(settings, most_workers=most)
+        settings = replace(settings, max_workers=most)
     plan = Plan(f"{seed}", settings, conditions, replicas)
     if is_fair:
         return _fair(plan)
@@ -72,8 +72,8 @@ def _settings(shape: Random) -> Settings:
         avoid_s=shape.choice((0.3, 1.0)),
         keep_held_s=lease_s / 5,
         rebalance_s=0.4 * lease_s,
-        most_failures=shape.choice((1, 3, 8, 8)),
-        most_versions=shape.choice((3, 256, 256, 256)),
+        max_failures=shape.choice((1, 3, 8, 8)),
+        max_versions=shape.choice((3, 256, 256, 256)),
     )
 
 

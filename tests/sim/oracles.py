@@ -113,7 +113,7 @@ class Oracles:
             self.broken("reports are true", f"{life.name} says {buffer}, and has {held}")
         for copy in report.copies:
             mine = life.copies.get(copy.version)
-            if copy.whole and not copy.leaving and (mine is None or mine.root != copy.root):
+            if copy.whole and not copy.dropping and (mine is None or mine.root != copy.root):
                 self.broken("reports are true", f"{life.name} says {copy}, and has {mine}")
             if copy.whole and mine is not None and copy.shared == mine.is_counted:
                 self.broken("reports are true", f"{life.name} says {copy}, and it counts otherwise: {mine}")
@@ -162,8 +162,8 @@ class Oracles:
         what = f"{call.verb}({call.spec!r}) of {life.name} failed with {error.code}: {error.message}"
         if error.code not in CODES:
             self.broken("G7 named errors", what)
-        least_s = call.deadline - LATE_S - 2 * self.conditions.drift * (call.deadline - call.began)
-        if error.code in IN_TIME and self.now < least_s:
+        min_s = call.deadline - LATE_S - 2 * self.conditions.drift * (call.deadline - call.began)
+        if error.code in IN_TIME and self.now < min_s:
             self.broken("G7 deadlines", f"{what}, with {call.deadline - self.now:.2f} s left")
 
     def _succeeded(self, life: Life, call: Call, version: Version, *, is_of_group: bool) -> None:
@@ -259,7 +259,7 @@ class Oracles:
 
     def turned_away(self, life: Life) -> None:
         """The server refuses a worker: it must have lost its session, or left."""
-        is_heard = life.heard is not None and life.heard_by == self.truth.server_life and not life.heard.leaving
+        is_heard = life.heard is not None and life.heard_by == self.truth.server_life and not life.heard.left
         if is_heard and self.now < life.heard_at + SURE_OF_A_LEASE * self.settings.lease_s:
             self.broken("G7 sessions last", f"{life.name} was refused, and was heard at {life.heard_at:.4f}")
 

@@ -23,14 +23,14 @@ def with_restarts(plan: Plan, chance: Random) -> Plan:
     replicas = tuple(named.values())
     found = [each for newcomer in newcomers for each in _death(plan, chance, replicas, newcomer)]
     found += [each for _ in range(chance.randint(1, MAX_DEATHS - 2)) for each in _death(plan, chance, replicas, None)]
-    most = max(plan.settings.most_workers, sum(plan.conditions.shards_in(each.cut) for each in replicas))
+    most = max(plan.settings.max_workers, sum(plan.conditions.shards_in(each.cut) for each in replicas))
     settings = replace(plan.settings, lease_s=LEASE_S, report_s=LEASE_S / 5, rebalance_s=0.4 * LEASE_S)
     plan = plan.with_conditions(
         calm_s=LEASE_S * 6 + 8,
         chunk_s=chance.uniform(0.1, 1.0) * LEASE_S / plan.conditions.chunks,  # many a read outlives a server
         is_one_sided=chance.random() < 0.8,  # and its source would not notice
     )
-    settings = replace(settings, most_workers=most)
+    settings = replace(settings, max_workers=most)
     return replace(plan, settings=settings, replicas=replicas, misfortunes=tuple(sorted(found)))
 
 

@@ -461,7 +461,7 @@ class Ended:
 
 
 def greeting(body: object, *, magic: bytes = MAGIC, version: int = VERSION, length: int | None = None) -> bytes:
-    """As a stranger may say it on a connection of tcp."""
+    """As any client may say it on a connection of tcp."""
     data = msgspec.msgpack.encode(body)
     return GREETING.pack(magic, version, 0, len(data) if length is None else length) + data
 

@@ -198,18 +198,18 @@ class Pieces:
 
     def __init__(self, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(landing, "MAX_BYTES", LANDING_BYTES)
-        monkeypatch.setattr(landing, "LEAST_WINDOW_BYTES", 4096)
+        monkeypatch.setattr(landing, "MIN_WINDOW_BYTES", 4096)
         monkeypatch.setattr(stand_in, "most_room_bytes", stand_in.room_bytes)
         self.found = tiles_kit.columns(1)
         cuts = tiles_kit.cuts_of(self.found.publisher, self.found.grid)
         (source,) = sources = tiles_kit.sources_of(cuts)
         self.across = tiles_kit.across_for(self.found.reader, self.found.grid, sources, batch_bytes=1)
-        (self.leg,) = self.across.legs([source])
+        (self.tile_sink,) = self.across.tile_sinks([source])
         self.source, self.reader = make(), make()
         tiles_kit.exported(self.source, "k", self.found.publisher[0], cuts[0])
 
     def read(self) -> TensorHubError | None:
-        return tiles_kit.Reading(self.across, self.leg, self.reader, self.source.endpoint, "k").wait()
+        return tiles_kit.Reading(self.across, self.tile_sink, self.reader, self.source.endpoint, "k").wait()
 
 
 def test_a_wrong_tile_is_put_nowhere(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,10 +275,10 @@ def test_a_read_that_finds_no_landing_memory_left_takes_little(monkeypatch: pyte
     assert first.window_bytes == second.window_bytes > 119 << 20
     assert first._bytes + second._bytes <= landing.MAX_BYTES
     assert not set(first.lanes) & set(second.lanes)
-    assert third.window_bytes == landing.LEAST_WINDOW_BYTES
+    assert third.window_bytes == landing.MIN_WINDOW_BYTES
     first.give_back()
     fourth = landing.Share(*needs)
-    assert landing.LEAST_WINDOW_BYTES < fourth.window_bytes < first.window_bytes
+    assert landing.MIN_WINDOW_BYTES < fourth.window_bytes < first.window_bytes
     for share in (second, third, fourth):
         share.give_back()
     assert landing.Share._taken_bytes == 0

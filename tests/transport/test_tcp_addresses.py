@@ -19,7 +19,7 @@ from .conftest import Tcp
 from .kit import DEADLINE_S, MIB, Target, content, full, read_all, start_read
 
 SIZE, CHUNK = 8 * MIB, MIB // 4
-READER = {"streams": 2, "stream_bytes": MIB, "most_streams": 2, "ahead_bytes": 2 * MIB}
+READER = {"streams": 2, "stream_bytes": MIB, "max_streams": 2, "ahead_bytes": 2 * MIB}
 
 
 # -- what is said ------------------------------------------------------------------------------------------------------

@@ -166,7 +166,7 @@ def test_further_streams_are_opened_where_the_first_is_not_enough(
     tcp: Tcp, settings: dict[str, float], connections: int, is_native: bool
 ) -> None:
     right = content(8 * MIB)
-    source, reader, progress = tcp(), tcp(stream_bytes=MIB, most_streams=1, **settings), Progress(32)
+    source, reader, progress = tcp(), tcp(stream_bytes=MIB, max_streams=1, **settings), Progress(32)
     progress.mark_all(range(8))
     source.export(Export("k", b"", MIB // 4, kit.Pieces(right), progress))
     target = Target(right, MIB // 4, gates=None if is_native else {31: Gate()})
@@ -189,7 +189,7 @@ def test_streams_come_and_go_as_is_judged(tcp: Tcp, is_native: bool, monkeypatch
     wanted = 4
     monkeypatch.setattr(StreamCount, "look", lambda *_: wanted)
     right = content(4000 * CHUNK)
-    source, reader, progress = tcp(), tcp(streams=1, most_streams=4, ahead_bytes=2 * CHUNK), Progress(4000)
+    source, reader, progress = tcp(), tcp(streams=1, max_streams=4, ahead_bytes=2 * CHUNK), Progress(4000)
     source.export(Export("k", b"", CHUNK, kit.Pieces(right), progress))
     target = Target(right, CHUNK, gates=None if is_native else {4000: Gate()})
     read, ended = start_read(reader, source.endpoint, "k", target)

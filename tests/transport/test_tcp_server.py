@@ -1,4 +1,4 @@
-"""A source over tcp, its readers played by raw sockets: strangers, limits, requests, lending, a small staging ring."""
+"""A source over tcp, its readers played by raw sockets: foreign clients, limits, requests, lending, staging."""
 
 import resource
 import socket
@@ -20,7 +20,7 @@ from tensorhub.transport.ranges import PIECES, Batches
 from tensorhub.transport.tcp import server as tcp_server
 from tensorhub.transport.tcp import wire as tcp_wire
 from tensorhub.transport.tcp.addresses import parse_endpoint
-from tensorhub.transport.tcp.server import MAX_STRANGERS, Admission, Conversation
+from tensorhub.transport.tcp.server import MAX_UNAUTHENTICATED, Admission, Conversation
 from tensorhub.transport.tcp.settings import TcpSettings
 from tensorhub.transport.tcp.transport import TcpTransport
 from tensorhub.transport.tcp.wire import GREETING, HEADER, MAGIC, VERSION, Hello, Refusal, Welcome, Wire
@@ -64,7 +64,7 @@ def answer_to(transport: TcpTransport, words: bytes) -> tuple[int, Refusal]:
     return version, msgspec.msgpack.decode(heard[GREETING.size :], type=Refusal)
 
 
-# -- strangers ---------------------------------------------------------------------------------------------------------
+# -- foreign clients ---------------------------------------------------------------------------------------------------
 
 
 def test_a_stranger_is_refused_in_words(tcp: Tcp) -> None:
@@ -73,8 +73,8 @@ def test_a_stranger_is_refused_in_words(tcp: Tcp) -> None:
     source.export(full("withdrawn", right, CHUNK))
     assert source.withdraw("withdrawn", timeout_s=DEADLINE_S)
     for words, code in [
-        (b"GET /metrics HTTP/1.1\r\nHost: example\r\nUser-Agent: curl/8\r\n\r\n", "stranger"),
-        (bytes(64 * 1024), "stranger"),
+        (b"GET /metrics HTTP/1.1\r\nHost: example\r\nUser-Agent: curl/8\r\n\r\n", "foreign"),
+        (bytes(64 * 1024), "foreign"),
         (greeting(hello(), version=VERSION + 98), "version"),
         (greeting(hello(), length=tcp_wire.MAX_GREETING_BYTES + 1), "malformed"),
         (greeting(hello(), length=2**32 - 1), "malformed"),
@@ -97,7 +97,7 @@ def test_a_stranger_is_refused_in_words(tcp: Tcp) -> None:
 
 @pytest.mark.parametrize("words", [b"", MAGIC[:3], MAGIC, greeting(hello())[:-1]])
 def test_a_stranger_that_takes_long_to_greet_goes_soon(tcp: Tcp, words: bytes) -> None:
-    assert answer_to(tcp(silence_s=60.0, greet_s=0.1), words)[1].code == "stranger"
+    assert answer_to(tcp(silence_s=60.0, greet_s=0.1), words)[1].code == "foreign"
 
 
 def test_token(tcp: Tcp) -> None:
@@ -158,9 +158,9 @@ def test_a_flood_of_strangers_is_bounded_and_keeps_no_reader_out(tcp: Tcp) -> No
     source = tcp(max_connections=4, silence_s=60.0, greet_s=60.0, token="t")
     source.export(full("k", right, CHUNK))
     flood = [socket.create_connection(parse_endpoint(source.endpoint)[0], timeout=DEADLINE_S) for _ in range(200)]
-    kit.until(lambda: source.statistics()["connections_open"] <= MAX_STRANGERS, "the oldest were hung up on")
+    kit.until(lambda: source.statistics()["connections_open"] <= MAX_UNAUTHENTICATED, "the oldest were hung up on")
     assert read_all(tcp(token="t", silence_s=60.0), source.endpoint, "k", Target(right, CHUNK)) is None
-    assert source.statistics()["connections_open"] >= MAX_STRANGERS - 1, "they are there all the time"
+    assert source.statistics()["connections_open"] >= MAX_UNAUTHENTICATED - 1, "they are there all the time"
     for sock in flood:
         sock.close()
     kit.until(lambda: source.statistics()["connections_open"] == 0, "the flood is over")
@@ -172,9 +172,9 @@ def test_a_flood_of_strangers_is_bounded_and_keeps_no_reader_out(tcp: Tcp) -> No
         assert admission.enter(wire, threading.current_thread())
         return wire
 
-    other, wires = enter("other"), [enter("flood") for _ in range(2 * MAX_STRANGERS - 1)]
+    other, wires = enter("other"), [enter("flood") for _ in range(2 * MAX_UNAUTHENTICATED - 1)]
     assert not other.is_cut, "a flood takes the places of its own address"
-    assert sum(wire.is_cut for wire in wires) == MAX_STRANGERS
+    assert sum(wire.is_cut for wire in wires) == MAX_UNAUTHENTICATED
     for wire in (other, *wires):
         wire.close()
 
@@ -184,10 +184,10 @@ def test_a_reader_that_waits_for_a_key_takes_no_place_from_one_whose_key_is_ther
     source = tcp(max_connections=2, silence_s=60.0, greet_s=60.0, expect_s=60.0)
     source.export(full("k", right, CHUNK))
     with ExitStack() as stack:
-        for _ in range(2 * MAX_STRANGERS):
+        for _ in range(2 * MAX_UNAUTHENTICATED):
             stack.enter_context(dialled(source)).sendall(greeting(Hello("", "none", 0, 10**6, False)))
         assert read_all(tcp(), source.endpoint, "k", Target(right, CHUNK)) is None
-        assert source.statistics()["connections_open"] >= MAX_STRANGERS - 1, "they wait all the time"
+        assert source.statistics()["connections_open"] >= MAX_UNAUTHENTICATED - 1, "they wait all the time"
         source.export(full("none", right, CHUNK))
         kit.until(lambda: source.statistics()["connections_open"] <= 2, "two find it, and the others no room")
 
@@ -317,7 +317,7 @@ def test_what_is_lent_arrives_and_what_cannot_be_lent_is_copied(
     pair: Pair, why_not: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if why_not == "no pipe":
-        monkeypatch.setattr(tcp_wire, "LEAST_PIPE_BYTES", 1 << 30)
+        monkeypatch.setattr(tcp_wire, "MIN_PIPE_BYTES", 1 << 30)
     if why_not == "few descriptors":
         monkeypatch.setattr(resource, "getrlimit", lambda _: (kit.open_files(), 1 << 20))
     odd = kit.content(8 * LENT_CHUNK + 77)

@@ -105,7 +105,7 @@ def test_what_lies_transposed_at_one_end(make: Make, shape: tuple[int, int], is_
     columns = transposed(*shape, is_here=is_here)
     cuts = cuts_of(columns.publisher, columns.grid)
     across = across_for(columns.reader, columns.grid, sources_of(cuts))
-    orders = [leg._order for leg in across.legs(sources_of(cuts))]
+    orders = [tile_sink._order for tile_sink in across.tile_sinks(sources_of(cuts))]
     is_turned = any(order.scatter.first_turn[-1] for order in orders)
     assert is_turned is not is_here, "for its digest what comes in another order is gone through in that of the tile"
     check_read(make(), make(), columns, cuts, batch_bytes=1 << 20)
@@ -165,8 +165,8 @@ class Scene:
     def read(self, number: int) -> Reading:
         """All that is missing, from that source."""
         source: Source = self.sources[number]
-        (leg,) = self.across.legs([source])
-        return Reading(self.across, leg, self.reader, self.source.endpoint, str(number))
+        (tile_sink,) = self.across.tile_sinks([source])
+        return Reading(self.across, tile_sink, self.reader, self.source.endpoint, str(number))
 
     def finish(self) -> None:
         """What is missing comes from the other one, and then all of it is right."""
@@ -263,7 +263,7 @@ def test_nothing_counts_once_it_is_revoked(make: Make, found: Columns) -> None:
     assert isinstance(error, SessionLost)
     assert scene.across.missing == before
     with pytest.raises(SessionLost):
-        scene.across.legs([scene.sources[1]])
+        scene.across.tile_sinks([scene.sources[1]])
 
 
 def test_memory_that_was_freed(kind: kit.Kind, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,9 +300,12 @@ def test_two_sources_share_and_one_is_replaced(make: Make, found: Columns) -> No
     scene.export(0)
     progress = half_of(found.publisher[1])
     scene.export(1, progress=progress)
-    legs = scene.across.legs(scene.sources)
-    assert {leg.number for leg in legs} == {0, 1}
-    readings = [Reading(scene.across, leg, scene.reader, scene.source.endpoint, str(leg.number)) for leg in legs]
+    tile_sinks = scene.across.tile_sinks(scene.sources)
+    assert {tile_sink.number for tile_sink in tile_sinks} == {0, 1}
+    readings = [
+        Reading(scene.across, tile_sink, scene.reader, scene.source.endpoint, str(tile_sink.number))
+        for tile_sink in tile_sinks
+    ]
     assert readings[0].wait() is None
     assert scene.source.withdraw("1", timeout_s=DEADLINE_S)
     assert isinstance(readings[1].wait(), SourceLost)
@@ -325,10 +328,10 @@ def test_a_further_stream_without_room_takes_nothing_along(way: str, monkeypatch
             with contextlib.closing(TcpTransport(settings)) as source, contextlib.closing(TcpTransport(settings)) as to:
                 scene = Scene(columns(), source, to)
                 scene.export(0)
-                (leg,) = scene.across.legs([scene.sources[0]])
-                room = 3 * len(leg.batches.encode())  # for one connection of this read, not for two
+                (tile_sink,) = scene.across.tile_sinks([scene.sources[0]])
+                room = 3 * len(tile_sink.batches.encode())  # for one connection of this read, not for two
                 monkeypatch.setattr(source._server, "_room", Room(room))
-                reading = Reading(scene.across, leg, to, source.endpoint, "0")
+                reading = Reading(scene.across, tile_sink, to, source.endpoint, "0")
                 assert reading.wait() is None
                 assert (reading.left, scene.across.missing) == (0, 0)
                 assert not scene.found.reader.wrong(scene.found.model)
@@ -341,16 +344,16 @@ def test_the_mover_takes_no_rows_that_end_too_soon() -> None:
     found = columns()
     sources = sources_of_cuts(cuts_of(found.publisher, found.grid))
     across = across_for(found.reader, found.grid, sources, batch_bytes=BATCH)
-    (leg,) = across.legs(sources[:1])
-    scatter = leg._order.scatter
-    assert reads._fits(scatter, leg.batches)
+    (tile_sink,) = across.tile_sinks(sources[:1])
+    scatter = tile_sink._order.scatter
+    assert reads._fits(scatter, tile_sink.batches)
     ours = scatter.ours
     for column, number in ((RUN, ours.words[RUN] - 1), (COUNT, ours.words[COUNT] - 1), (COUNTS, 2)):
         words = ours.words[:]
         words[column] = number
-        assert not reads._fits(replace(scatter, ours=Rows.at(words, ours.starts)), leg.batches)
+        assert not reads._fits(replace(scatter, ours=Rows.at(words, ours.starts)), tile_sink.batches)
     fewer = Rows.at(ours.words[:-ROW_WORDS], ours.starts[:-1])
-    assert not reads._fits(replace(scatter, ours=fewer), leg.batches)
+    assert not reads._fits(replace(scatter, ours=fewer), tile_sink.batches)
 
 
 @pytest.mark.parametrize("kind", ["pretended-nixl-2"], indirect=True)

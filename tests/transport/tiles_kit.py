@@ -17,7 +17,7 @@ from tensorhub.memory.xxh3 import Spans
 from tensorhub.protocol.errors import TensorHubError
 from tensorhub.reshard.grid import Cutting, Grid, tiles_of
 from tensorhub.reshard.plan import Source, derive_manifest
-from tensorhub.reshard.read import Across, Leg
+from tensorhub.reshard.read import Across, TileSink
 from tensorhub.reshard.wire import Cut, grid_digest, layout_digest, publish_cut
 from tensorhub.transport.base import Export, Progress, Read, Transport
 
@@ -106,23 +106,26 @@ def across_for(reader: Shard, grid: Grid, sources: Sequence[Source], **options: 
 
 
 class Reading:
-    """A leg under way."""
+    """A tile sink under way."""
 
-    def __init__(self, across: Across, leg: Leg, transport: Transport, endpoint: str, key: str) -> None:
-        self.across, self.leg = across, leg
+    def __init__(self, across: Across, tile_sink: TileSink, transport: Transport, endpoint: str, key: str) -> None:
+        self.across, self.tile_sink = across, tile_sink
         self.ended = Ended()
-        self.read: Read = transport.read(endpoint, key, leg, self.ended)
+        self.read: Read = transport.read(endpoint, key, tile_sink, self.ended)
 
     def wait(self) -> TensorHubError | None:
         """How it ended, once what it has brought is noted."""
         error = self.ended.wait()
-        self.left = self.across.ended(self.leg)
+        self.left = self.across.ended(self.tile_sink)
         return error
 
 
 def read_all(across: Across, sources: Sequence[Source], transport: Transport, endpoints: Sequence[str]) -> None:
     """All of it; the source with number n exports as "n"."""
-    readings = [Reading(across, leg, transport, endpoints[leg.number], str(leg.number)) for leg in across.legs(sources)]
+    readings = [
+        Reading(across, tile_sink, transport, endpoints[tile_sink.number], str(tile_sink.number))
+        for tile_sink in across.tile_sinks(sources)
+    ]
     errors = [reading.wait() for reading in readings]
     assert errors == [None] * len(errors), [f"{e!r}: {e.__cause__!r}" for e in errors if e]
     kit.until(lambda: across.missing == 0, "every tile is noted")

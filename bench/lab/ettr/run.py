@@ -31,7 +31,7 @@ WAYS: dict[str, tuple[Way, str]] = {
     UNDISTURBED: ("peers", "nobody is killed"),
 }
 USUAL = ("peers", "file", UNDISTURBED)
-LEAST_STEPS = 10
+MIN_STEPS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +52,8 @@ def plans_of(choice: Choice) -> list[Plan]:
     unknown = [each for each in choice.ways if each not in WAYS]
     if unknown:
         raise UsageError(f"no strategy {unknown[0]!r} in {NAME}", hint=f"some of {', '.join(WAYS)}")
-    if choice.steps is not None and choice.steps < LEAST_STEPS:
-        raise UsageError(f"{choice.steps} steps are too few: one of ten fails", hint=f"{LEAST_STEPS} or more")
+    if choice.steps is not None and choice.steps < MIN_STEPS:
+        raise UsageError(f"{choice.steps} steps are too few: one of ten fails", hint=f"{MIN_STEPS} or more")
     if choice.rollouts is not None and choice.rollouts < 2:
         raise UsageError("a single rollout has no peer", hint="--rollouts 2 or more")
     given = {

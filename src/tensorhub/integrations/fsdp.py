@@ -131,7 +131,7 @@ def _outline(tensors: Mapping[str, Any]) -> int:
 def _held_by_others(versions: Sequence[Any], replica: str) -> int:
     """The newest version that another replica holds, -1 for none. A former self that was killed may still be believed.
 
-    A replica that left tensors out on purpose (`partial=True`) holds a version too, which is lost where none has all.
+    A partial replica (`partial=True`) holds a version too. The version is lost if no replica has all of it.
     """
     found = (each.version for each in versions if set(each.holders) - {replica} and not each.is_lost)
     return max(found, default=-1)

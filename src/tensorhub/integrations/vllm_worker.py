@@ -311,7 +311,7 @@ class Reload:
 
 
 class _Layers:
-    """What the layers of a model are, to be put back: parameters, buffers and other values, not what is in them."""
+    """A snapshot of a model's layers, to restore them: parameters, buffers and other values, not their contents."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._were = []
@@ -373,7 +373,7 @@ def _noted(loader: Callable[..., Any], inside: list[int]) -> Callable[..., Any]:
 
 
 def _names(model: torch.nn.Module) -> tuple[dict[str, str], frozenset[str]]:
-    """The first name of each parameter that has several; and parameters that vLLM does without."""
+    """(other names of parameters and their first name, names of parameters that vLLM may lack)."""
     first: dict[int, str] = {}
     same: dict[str, str] = {}
     optional: set[str] = set()
@@ -410,7 +410,7 @@ def _is_passed_by(layer: torch.nn.Module) -> bool:
 
 
 def _forget_kernels_of_experts(model: torch.nn.Module) -> None:
-    """So that vLLM makes them anew while it loads.
+    """Makes vLLM build them anew while it loads.
 
     vLLM 0.32 packs experts for CPUs only when it makes their kernels: after a load that keeps them it computes with
     unpacked weights as if they were packed. On GPUs captured graphs hold the kernels, which stay.

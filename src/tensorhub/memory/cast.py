@@ -308,7 +308,7 @@ def flat_of(block: Block) -> "torch.Tensor":
 # 5. Masters on the host are read and written by `streams.copy`: memory that was freed is an error that names it.
 
 
-ALIGNED = 16  # B: no element is wider
+ALIGNMENT_BYTES = 16  # B: no element is wider
 PART_ELEMENTS = 1 << 18  # copied at once: 1 MiB of float32, which a cache has when it is cast
 RUN_ELEMENTS = 1 << 22  # for a thread, from one answer to the next
 MAX_THREADS = 4  # more only fight for the memory bus
@@ -495,7 +495,7 @@ def cast(
         block = _block([described[index] for index in group], targets[changed[0]], at)
         blocks.append(block)
         members.append(group)
-        at += -(-block.buffer_bytes // ALIGNED) * ALIGNED if block.device == "cpu" else 0
+        at += -(-block.buffer_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES if block.device == "cpu" else 0
     published = [
         msgspec.structs.replace(facts, dtype=target) if not facts.size_bytes else facts
         for facts, target in zip(described, targets, strict=True)

@@ -32,10 +32,10 @@ from ..protocol.errors import TransferError
 from ..transport.ranges import Batches, Scatter
 from ..transport.threads import beside_captures, scope
 from .landing import Landing, row_table
-from .xxh3 import LANES, LEAST_BYTES, THREADS, Chunks, NoRoom, Spans, digests
+from .xxh3 import LANES, MIN_BYTES, THREADS, Chunks, NoRoom, Spans, digests
 
 KERNELS = ("sum_only", "sum_and_copy", "chain", "move")
-SELF_TEST_BYTES = (LEAST_BYTES, 1024, 1025, 5000, 1 << 20)
+SELF_TEST_BYTES = (MIN_BYTES, 1024, 1025, 5000, 1 << 20)
 NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: it has nothing to do with the default stream
 LOWEST_PRIORITY = 0  # of a stream; higher ones have numbers below it
 FEW_THREADS = 64  # of a block, where few threads are needed: many multiprocessors share them

@@ -9,7 +9,7 @@ Rules:
    range of their rows.
 2. Each tile lies at a multiple of 4 KiB of the landing memory, so that rows of aligned memory stay aligned.
 3. A tile that comes in another order (`Scatter.turns`) is copied once more, in its own order, and hashed there.
-4. The device hashes tiles of `LEAST_BYTES` and more. Shorter ones go to the host.
+4. The device hashes tiles of `MIN_BYTES` and more. Shorter ones go to the host.
 5. All reads of a process share `MAX_BYTES`, tables and scratch memory included. Each takes half of it, for it is the
    faster the longer its windows are. Where less is left, it waits for `WAIT_S`. Then it takes what is left, and room
    for two windows of its longest tile in any case.
@@ -54,7 +54,7 @@ from .xxh3 import (
     CONSTANTS,
     GROUP_BYTES,
     LANES,
-    LEAST_BYTES,
+    MIN_BYTES,
     SUMS_BYTES,
     Launcher,
     NoRoom,
@@ -66,7 +66,7 @@ from .xxh3 import (
 )
 
 MAX_BYTES = 512 << 20  # for all reads of this process, of tiles of 8 MiB at most
-LEAST_WINDOW_BYTES = 8 << 20  # for a read that finds little left of it
+MIN_WINDOW_BYTES = 8 << 20  # for a read that finds little left of it
 WAIT_S = 1.0  # for others to give theirs back: their sources may be filling, and stand still
 MAX_TILE_BYTES = 128 << 20  # a longer one is left to other transports
 SHORT_BYTES = 16  # of these, each short tile takes a multiple
@@ -136,7 +136,7 @@ class Share:
             self._changed.wait_for(lambda: MAX_BYTES - Share._taken_bytes >= wanted, WAIT_S)
             left = min(wanted, MAX_BYTES - Share._taken_bytes) - tables_bytes
             fair = max(0, left) // group_bytes * GROUP_BYTES
-            self.window_bytes = min(whole_bytes, max(largest_bytes, LEAST_WINDOW_BYTES, fair))
+            self.window_bytes = min(whole_bytes, max(largest_bytes, MIN_WINDOW_BYTES, fair))
             self._bytes = tables_bytes + self.window_bytes // GROUP_BYTES * group_bytes
             Share._taken_bytes += self._bytes
             self._pair = self._readers.index(min(self._readers))
@@ -160,7 +160,7 @@ class Shorts:
 
     def __init__(self, places: Places) -> None:
         sizes = np.diff(places.tiles)
-        tiles = np.flatnonzero(sizes < LEAST_BYTES)
+        tiles = np.flatnonzero(sizes < MIN_BYTES)
         at = starts_of(-(-sizes[tiles] // SHORT_BYTES) * SHORT_BYTES)
         rows = np.zeros((len(tiles), COLUMNS), np.int64)
         rows[:, SOURCE], rows[:, TARGET], rows[:, RUN] = places.seen[tiles], at[:-1], sizes[tiles]
@@ -254,11 +254,11 @@ class Landing:
         its = self._its
         if its.largest_bytes > MAX_TILE_BYTES:
             raise NoRoom(f"no room for tiles of {its.largest_bytes} B to land in")
-        short_bytes = -(-LEAST_BYTES // SHORT_BYTES) * SHORT_BYTES if its.shorts.tiles else 0
+        short_bytes = -(-MIN_BYTES // SHORT_BYTES) * SHORT_BYTES if its.shorts.tiles else 0
         group_bytes = WINDOWS * (GROUP_BYTES + SUMS_BYTES + DIGEST_BYTES + short_bytes)
         share = Share(its.batch_at[-1], its.largest_bytes, group_bytes, 8 * len(its.words) + ROUNDED_BYTES)
         self._give_back = weakref.finalize(self, share.give_back)
-        least_bytes = min(share.window_bytes, max(its.largest_bytes, LEAST_WINDOW_BYTES))
+        least_bytes = min(share.window_bytes, max(its.largest_bytes, MIN_WINDOW_BYTES))
         for self._window_bytes in (share.window_bytes, least_bytes):
             groups = self._window_bytes // GROUP_BYTES  # at most as many tiles
             sizes = (self._window_bytes, SUMS_BYTES * groups, DIGEST_BYTES * groups, short_bytes * groups, JOBS_BYTES)

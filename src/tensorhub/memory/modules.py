@@ -384,7 +384,7 @@ class Held:
     """What of a module, or a mapping, is registered."""
 
     def __init__(self, kind: str, now: "Callable[[], dict[str, Facts | None] | None]") -> None:
-        """`now` says what is there under each name; None once the module is gone. `kind` is for errors."""
+        """`now` says what is there under each name; None once the module is gone. `kind` names the module in errors."""
         self.kind = kind
         self._now = now
         with plainly():

@@ -156,7 +156,7 @@ class HostStream:
 
 
 PART_BYTES = 4 << 20  # a chunk of the usual size at once: each part waits twice for the interpreter where it is busy
-LEAST_BYTES = 1 << 16  # with less, the calls would cost more than the copying
+MIN_BYTES = 1 << 16  # with less, the calls would cost more than the copying
 PIPE_BYTES = 1 << 16  # of one call: what a pipe holds, but for users who have many
 
 
@@ -232,10 +232,10 @@ def room_for(size_bytes: int) -> mmap.mmap:
         try:
             return mmap.mmap(-1, room_bytes)
         except (OSError, MemoryError) as error:
-            if room_bytes <= LEAST_BYTES:
+            if room_bytes <= MIN_BYTES:
                 threads.note(error, did="it made room to read tensors")
                 raise HostMemoryFull(f"this process may have no {room_bytes} B to read tensors", hint=MEMORY) from error
-        room_bytes = max(LEAST_BYTES, room_bytes // 4)
+        room_bytes = max(MIN_BYTES, room_bytes // 4)
 
 
 _is_refused = False  # no process_vm_readv here
@@ -284,9 +284,9 @@ def _told(moved: int) -> int:
     return moved
 
 
-def _first(pairs: "array[int]", most_bytes: int) -> "array[int]":
+def _first(pairs: "array[int]", max_bytes: int) -> "array[int]":
     """The first so many bytes of what the iovecs name."""
-    found, left = array("Q"), most_bytes
+    found, left = array("Q"), max_bytes
     for at in range(0, len(pairs), 2):
         size_bytes = min(pairs[at + 1], left)
         found.extend((pairs[at], size_bytes))

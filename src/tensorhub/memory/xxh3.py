@@ -7,7 +7,7 @@ run in lanes of their own, beside each other and beside sums. The host waits onc
 
 Scratch memory on the device: 64 B for each KiB of four windows, and the tables: 65 MiB for windows of 256 MiB. A chunk
 counts as whole groups of 4 KiB.
-Chunks shorter than `LEAST_BYTES` are copied and get no digest here: xxh3 treats them otherwise.
+Chunks shorter than `MIN_BYTES` are copied and get no digest here: xxh3 treats them otherwise.
 
 On an H200 (../../../docs/benchmarks.md): sums of a window take 0.09 ms, with its copy 0.17 ms, its chains 0.22 ms.
 """
@@ -25,9 +25,9 @@ import numpy as np
 from ..protocol.manifest import DIGEST_BYTES
 from ..reshard.grid import Ints
 
-LEAST_BYTES = 241  # of a chunk: the long path of xxh3 begins there
+MIN_BYTES = 241  # of a chunk: the long path of xxh3 begins there
 WINDOW_BYTES = 256 << 20  # summed in 0.08 ms on an H200; its chains of 4,096 blocks take longer
-LEAST_WINDOW_BYTES = 16 << 20  # where the device is nearly full: 4 MiB of scratch memory
+MIN_WINDOW_BYTES = 16 << 20  # where the device is nearly full: 4 MiB of scratch memory
 SLOTS = 4  # windows that have scratch memory, and a lane for their chains, at a time
 LANES = 1 + SLOTS
 BLOCK_BYTES = 1024  # of xxh3, between two scrambles
@@ -87,9 +87,9 @@ class Chunks:
     @property
     def short(self) -> range:
         """The starts of those that get no digest on a device: the last one, or all."""
-        if self.chunk_bytes < LEAST_BYTES:
+        if self.chunk_bytes < MIN_BYTES:
             return self.starts
-        return self.starts[-1:] if self.stop - self.starts[-1] < LEAST_BYTES else self.starts[:0]
+        return self.starts[-1:] if self.stop - self.starts[-1] < MIN_BYTES else self.starts[:0]
 
 
 class NoRoom(Exception):
@@ -136,7 +136,7 @@ def digests(
 ) -> bytes:
     """The digests of the chunks as the host makes them, one behind the other. Copies the bytes to `target` on the way.
 
-    What stands for a chunk shorter than `LEAST_BYTES` is nothing. Source and target do not overlap. Returns when the
+    What stands for a chunk shorter than `MIN_BYTES` is nothing. Source and target do not overlap. Returns when the
     bytes are in place. Without `is_hashing` it copies only, and returns nothing. Raises `NoRoom`.
     """
     sizes = np.full(chunks.count, chunks.chunk_bytes, np.int64)
@@ -213,7 +213,7 @@ def job(
 
 def _scratch(device: Launcher, firsts: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
     """The windows, as [first, last) of the chunks, and room for the sums of two of them. Raises `NoRoom`."""
-    for size_bytes in (WINDOW_BYTES, LEAST_WINDOW_BYTES):
+    for size_bytes in (WINDOW_BYTES, MIN_WINDOW_BYTES):
         windows, last = [], 0
         while last < len(firsts) - 1:
             first, most = last, firsts[last] + size_bytes // GROUP_BYTES

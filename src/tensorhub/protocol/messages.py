@@ -99,9 +99,9 @@ Buffer = Empty | Filling | Holding | Withdrawing | Vacated | Poisoned
 
 
 class HostCopy(_Message, frozen=True):
-    """A version beside the buffer, in host memory: verified up to `done` of `chunks`, or whole; or about to go.
+    """A version beside the buffer, in host memory: verified up to `done` of `chunks`, or whole.
 
-    `number` rises with each copy that a worker makes. A copy that is `leaving` and not whole is of no use any more.
+    `number` rises with each copy that a worker makes. A copy that is `dropping` is about to go.
     `layout` is named if it is not that of the registered tensors. `unfit`: peers can read it, and it cannot fill the
     buffer here. `shared`: its memory is that of another worker's copy on this host, and counts there.
     """
@@ -112,7 +112,7 @@ class HostCopy(_Message, frozen=True):
     done: int = 0
     chunks: int = 0
     whole: bool = False
-    leaving: bool = False
+    dropping: bool = False
     published: bool = False  # by this worker itself: offloaded from what it had published
     layout: Digest = Digest("")
     unfit: bool = False
@@ -188,7 +188,7 @@ class CallReport(_Message, frozen=True):
     claim: Version | None = None  # of an unpublish: the number that is to be published next, by no other replica
     waits: bool = False  # of a replicate: for the number to be published, if it may still be
     metadata: Digest = Digest("")  # of what a publish says beside its tensors: the same on all shards
-    grid: Digest = Digest("")  # of the tiles that a publish has cut: the same on all shards
+    grid: Digest = Digest("")  # of the tiles of a publish: the same on all shards
     floor: Version | None = None  # of an update: what was held when its caller began to wait
     former: Digest = Digest("")  # of a publish: the same content's root without boxes, published here before
 
@@ -224,7 +224,7 @@ class Part(_Message, frozen=True, array_like=True):
 
 
 class Across(_Message, frozen=True):
-    """The one read that this worker has open, if that is one out of sources that are cut in another way.
+    """The one read that this worker has open, if its sources have another layout.
 
     `root` is the content's identity in this worker's own layout, derived from its sources' manifests; empty until those
     are here. `is_opened`: they are, and it waits for the buffer. `parts` are the sources that are being read, `brought`
@@ -284,9 +284,9 @@ class Report(_Message, frozen=True, tag="report"):
     `newest` is the highest version ever heard of: with it `latest` survives a restart of the server. `failures` are of
     the current call, newest last. `copies` are in host memory, where `copies_left` more would fit; one that could not
     be made left `copy_error`. `pins` are the versions to be kept, `prefetch` what to fill a copy with ahead. `closing`:
-    it wants to leave, nothing that it holds can be relied on. `stops`: it was told that no peer reads from its buffer
-    any more, and stops serving it. `roster` is the newest that it was told, while its own lease lasts. Of a read out of
-    sources that are cut in another way `across` tells, and not `reading`; `over` are tickets above `closed` that ended.
+    close() was called, and nothing that it holds can be relied on. `stops`: no peer reads from its buffer any more, and
+    it stops serving it. `roster` is the newest that it was told, while its own lease lasts. A read across
+    layouts is in `across`, not in `reading`. `also_closed` are tickets above `closed` that ended.
     `can_box`: what it registered without boxes are whole tensors, and it takes them as boxes where others need that.
     """
 
@@ -315,13 +315,13 @@ class Report(_Message, frozen=True, tag="report"):
     ceiling: Number = Number(0)  # no server has ever given out a number above it
     ceiling_receipt: str = ""
     closing: bool = False
-    leaving: bool = False  # close() was called, no peer reads any more: this worker may be forgotten
+    left: bool = False  # true once close() was called and no peer reads any more: forget this worker
     claim: Version | None = None  # the number that its last unpublish has claimed
     claimed_in: Number = Number(0)  # the number of the orders that granted it: of two claims the later one counts
     stops: bool = False
     roster: Roster | None = None
     across: Across | None = None
-    over: tuple[Ticket, ...] = ()
+    also_closed: tuple[Ticket, ...] = ()
     missed: Failure | None = None
     can_box: bool = False
 
@@ -346,7 +346,7 @@ class Grant(_Message, frozen=True):
     to_host: bool = False
     is_cross_site: bool = False  # the source is in another site
     shares: bool = False
-    parts: int = 0  # a read across begins with so many, one for each line of a cut; 0: this one is a whole read
+    parts: int = 0  # of a read across layouts: how many grants it begins with; 0: this is a whole read
 
 
 class Answer(_Message, frozen=True):
@@ -372,9 +372,9 @@ class Orders(_Message, frozen=True, tag="orders"):
     from this worker any more. `newest` is the newest version of the model, so that all of them remember it. `offload`:
     copy that version from the buffer to host memory before leaving it. `fetch`: fill a host copy with that version as
     grants allow. `release`: the host copies of these numbers are not needed any more; each is named until it is gone,
-    and dropped when orders that answer a report of it as `leaving` still name it. `roster`: the live workers, to be
+    and dropped when orders that answer a report of it as `dropping` still name it. `roster`: the live workers, to be
     shown to the next life of the server; None takes an older one back. `witness`: report at once that this is known.
-    `across`: instead of a `grant`, one for each shard of a replica that is cut in another way. They are one read.
+    `across`: in place of `grant`, one grant for each shard of a replica with another layout. They are one read.
     `box`: other workers of the model have boxes. What this one publishes it is to publish with boxes too.
     """
 
@@ -406,8 +406,8 @@ class Orders(_Message, frozen=True, tag="orders"):
 class Refusal(_Message, frozen=True, tag="refusal"):
     """The server will not talk to this worker; the connection ends. `retry_s` > 0: it may help to come back then.
 
-    A connection carries one session. A worker whose session has ended is refused with such a pause when it reports
-    again: it has heard by then whatever was said to it before, and begins the next session with that known.
+    A connection carries one session. A worker whose session has ended is refused with a pause when it reports
+    again. By then it has heard all earlier orders, and begins the next session with them.
     """
 
     code: str

@@ -85,7 +85,7 @@ def era_in(receipt: str) -> int:
 
 
 def is_tiled(root: Digest) -> bool:
-    """That content can be read into any layout of the same global tensors."""
+    """The content can be read into any layout of the same global tensors."""
     return root.startswith(TILED)
 
 

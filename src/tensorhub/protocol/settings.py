@@ -13,7 +13,7 @@ class Settings:
 
     lease_s: float = 10.0  # 3 missed reports at 1/s, 5 s for a GC or GPU hiccup, 2 s spare
     report_s: float = 1.0  # ten in a lease; also the age of progress in `status`
-    most_reports_per_s: int = 4_000  # from all workers that do nothing: at 60 µs each a quarter of a core
+    max_reports_per_s: int = 4_000  # from all workers that do nothing: at 60 µs each a quarter of a core
     drift: float = 0.1  # clocks that run up to 10 % apart are safe
     avoid_s: float = 2.0  # a source that failed a reader is that reader's last choice for 2 reports
     keep_held_s: float = 2.0  # a source silent for so long has missed 2 reports; no rollout stands still for longer
@@ -22,25 +22,25 @@ class Settings:
     slow_s: float = 3.0  # a rate counts over so long: 6 measurements, 3 reports; a burst or gap of 1 s is a third of it
     slow_times: float = 3.0  # a source is left at less than a third: to share its link with one more reader is a half
     leave_s: float = 30.0  # a source that was left is the reader's last choice: 10 times what it took to find out
-    most_failures: int = 8  # of one call on one shard, before it is given up rather than tried again
+    max_failures: int = 8  # of one call on one shard, before it is given up rather than tried again
     keep_established: bool = True  # for one host copy, nothing that has left its publisher is lost with it
-    spot_heir_s: float = 30.0  # a closing worker waits so long for a spot worker: 50 GiB at 2 GB/s
+    spot_handover_s: float = 30.0  # a closing worker waits so long for a spot worker: 50 GiB at 2 GB/s
     default_retain: int = 1  # the newest is what rollouts ask for next; 0: none is kept
-    most_retain: int = 8  # a worker that keeps 8 may take host memory for 9 copies of its shard
-    most_versions: int = 256  # remembered of one model, held or not: years of "latest-N", 1.6 KiB each
-    most_workers: int = 20_000  # sessions at a time; twice the largest fleet planned for
-    most_models: int = 1_000  # names cost memory and come from strangers; those that were left make room
+    max_retain: int = 8  # a worker that keeps 8 may take host memory for 9 copies of its shard
+    max_versions: int = 256  # remembered of one model, held or not: years of "latest-N", 1.6 KiB each
+    max_workers: int = 20_000  # sessions at a time; twice the largest fleet planned for
+    max_models: int = 1_000  # any client may name one, and each costs memory; one without workers makes room
 
     def report_s_of(self, workers: int) -> float:
         """How often each of so many is to say how things are: more seldom where they are too many, in steps."""
-        if workers <= self.most_reports_per_s * self.report_s:
+        if workers <= self.max_reports_per_s * self.report_s:
             return self.report_s
-        steps = ceil(STEPS * workers / self.most_reports_per_s / self.report_s)
+        steps = ceil(STEPS * workers / self.max_reports_per_s / self.report_s)
         return min(max(1.0, steps / STEPS) * self.report_s, max(self.report_s, self.lease_s / REPORTS_PER_LEASE))
 
     def retain_of(self, wish: int, *, is_reliable: bool) -> int:
         """How many of the newest versions a worker with that wish keeps. The wish of a spot worker does not count."""
-        return max(self.default_retain, min(wish, self.most_retain) if is_reliable else 0)
+        return max(self.default_retain, min(wish, self.max_retain) if is_reliable else 0)
 
     @property
     def trust_s(self) -> float:

@@ -172,7 +172,7 @@ class LayoutView(msgspec.Struct, frozen=True):
 
 
 class ShardView(msgspec.Struct, frozen=True):
-    """How one living worker is cut."""
+    """The layout of one living worker."""
 
     replica: str
     shard: int
@@ -193,7 +193,7 @@ class AnewView(msgspec.Struct, frozen=True):
 
 
 class CutsView(msgspec.Struct, frozen=True):
-    """How all living workers of a model are cut that have said so."""
+    """The layouts of all living workers of a model, where known."""
 
     shards: tuple[ShardView, ...] = ()
     boxes: tuple[bytes, ...] = ()  # as `LayoutInfo` has them

@@ -146,7 +146,7 @@ class BoxTable:
         return part_text(at[len(at) - count :].tolist(), size[len(size) - count :].tolist())
 
 
-def filled_shapes(tensors: Sequence[GlobalTensor], dimensions: int) -> Ints:
+def padded_shapes(tensors: Sequence[GlobalTensor], dimensions: int) -> Ints:
     """[tensors, dimensions] their shapes, filled up with 1 on the left."""
     shapes = [(1,) * (dimensions - len(tensor.shape)) + tensor.shape for tensor in tensors]
     return np.array(shapes, np.int64).reshape(len(tensors), dimensions)
@@ -383,7 +383,7 @@ class Cutting:
         if self._bases[-1] >= MAX_SEGMENTS:
             raise UsageError(f"{len(self._tensors)} tensors have {self._bases[-1]} dimensions together: too many")
 
-    def _keys_of(self, table: BoxTable, most_bands: int = MAX_EXTENT) -> Ints:
+    def _keys_of(self, table: BoxTable, max_bands: int = MAX_EXTENT) -> Ints:
         """Boundaries and bands of a table, as keys of segment and place."""
         known = self._known(table)
         rows = np.flatnonzero(known[table.tensor] >= 0) if len(table) else EMPTY
@@ -404,8 +404,8 @@ class Cutting:
             step = steps[cut, d]
             earliest = at[cut, d] // step + 1
             count = np.maximum(0, -(-stop[cut, d] // step) - earliest)
-            most_bands -= min(MAX_EXTENT, int(count.sum(dtype=np.float64)))
-            if most_bands < 0:
+            max_bands -= min(MAX_EXTENT, int(count.sum(dtype=np.float64)))
+            if max_bands < 0:
                 raise UsageError(f"{len(rows)} boxes are to be cut {MAX_BANDS} times and more: that is the limit")
             places = (np.repeat(earliest, count) + ranks_of(count)) * np.repeat(step, count)
             keys.append(np.repeat(segment[cut], count) | places)

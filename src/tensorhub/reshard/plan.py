@@ -175,10 +175,10 @@ def ranges_inside(table: BoxTable) -> list[Range]:
     return found
 
 
-def _parts(whole: Range, most_bytes: int) -> Iterator[Range]:
+def _parts(whole: Range, max_bytes: int) -> Iterator[Range]:
     start, stop = whole
-    for first in range(start, stop, most_bytes):
-        yield first, min(first + most_bytes, stop)
+    for first in range(start, stop, max_bytes):
+        yield first, min(first + max_bytes, stop)
 
 
 def _runs(copies: Copies, row: int) -> Iterator[list[Range]]:
@@ -372,7 +372,7 @@ def tile_digests(registration: Registration, tiles: Tiles) -> bytes:
     reach = start + spans(tiles.size, tiles.strides, tiles.item)[own]
     lengths = np.maximum.reduceat(reach, bounds[:-1]) - start[bounds[:-1]]
     is_dense = (lengths <= SPREAD * np.add.reduceat(sizes, bounds[:-1])) & (load.library() is not None)
-    most_bytes = int(np.max(lengths[is_dense], initial=0))
+    longest_bytes = int(np.max(lengths[is_dense], initial=0))
     gone: list[int] = []  # a byte of each piece of memory that was not there any more
     rooms = threading.local()
 
@@ -381,7 +381,7 @@ def tile_digests(registration: Registration, tiles: Tiles) -> bytes:
         try:
             if is_dense[batch]:
                 if not hasattr(rooms, "mine"):
-                    rooms.mine = np.empty(most_bytes, np.uint8)
+                    rooms.mine = np.empty(longest_bytes, np.uint8)
                 found[mine] = _near(registration.stream, tiles.only(mine), rooms.mine)
             else:
                 for tile in mine[:, None]:

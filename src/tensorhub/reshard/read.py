@@ -64,7 +64,7 @@ from .wire import FEW_TILES, Cut, check_cut, decode_cut, decode_table, grid_dige
 # Where the mover is in use it judges and scatters by itself (`terms`). Elsewhere batches come to `accept`.
 
 
-class Leg:
+class TileSink:
     """One read from one source. Its chunks are batches of tiles."""
 
     is_cross_site = False
@@ -120,7 +120,7 @@ class Leg:
         return self._order.batches
 
     @property
-    def stream(self) -> "Leg":
+    def stream(self) -> "TileSink":
         return self
 
     @property
@@ -129,7 +129,7 @@ class Leg:
 
     @property
     def chunk_bytes(self) -> int:
-        return max(1, self.batches.most_bytes)
+        return max(1, self.batches.largest_bytes)
 
     def begin(self, manifest: bytes) -> Sequence[int]:
         """All batches. `CorruptTransfer` if this is another content than the plan was made for."""
@@ -209,12 +209,12 @@ def _rows_in(data: memoryview, place: int, run: int, count: int, stride: int, co
     return as_strided(np.frombuffer(data, np.uint8)[place:], (counts, count, run), (strides, stride, 1)).tobytes()
 
 
-# --- Fills registered tensors with one version out of sources that are cut in other ways, tile by tile.
+# --- Fills registered tensors with one version from sources with other layouts, tile by tile.
 #
 #     across = Across(registration, tiles, manifest)      the reader's tiles, and its derived manifest
-#     for leg in across.legs(sources): ...                what is missing, planned over these sources
-#         transport.read(endpoint, key, leg, on_end)      each leg is a sink, and fails by itself
-#     on_end: across.ended(leg)                           what it has not brought is missing again
+#     for sink in across.tile_sinks(sources): ...         what is missing, planned over these sources
+#         transport.read(endpoint, key, sink, on_end)     each sink fails by itself
+#     on_end: across.ended(sink)                          what it has not brought is missing again
 #
 # 1. The caller has compared the manifest's root with the one that the server named. A tile counts only with the digest
 #    that this manifest has for it.
@@ -265,11 +265,11 @@ class Across(Fill):
 
     @property
     def open(self) -> int:
-        """Tiles that are not there, and that no leg is to bring."""
+        """Tiles that are not there, and that no tile sink is to bring."""
         with self._lock:
             return int(np.count_nonzero(self._is_open))
 
-    def legs(self, sources: Sequence[Source]) -> list[Leg]:
+    def tile_sinks(self, sources: Sequence[Source]) -> list[TileSink]:
         """Reads that bring all that is missing and not on its way already. Raises as `plan_reads` does.
 
         One thread at a time plans, and no other waits for it: what is open stays so, and more may become open.
@@ -280,7 +280,7 @@ class Across(Fill):
         if not len(mine):
             return []
         plan, orders = self._planned(mine, sources)
-        found = [Leg(self, sources[number], number, plan, order, mine) for number, order in orders]
+        found = [TileSink(self, sources[number], number, plan, order, mine) for number, order in orders]
         with self._lock:
             self.check()
             self._is_open[mine] = False
@@ -309,11 +309,11 @@ class Across(Fill):
                 _plans[self.registration] = key, found
         return found
 
-    def ended(self, leg: Leg) -> int:
+    def ended(self, tile_sink: TileSink) -> int:
         """The transport has done with it. Returns how many tiles it leaves missing."""
-        leg.note()
+        tile_sink.note()
         with self._lock:
-            left = leg.take_rest()
+            left = tile_sink.take_rest()
             self._is_open[left] = True
             return len(left)
 
@@ -332,7 +332,7 @@ class Across(Fill):
                 self._on_stored(self.progress.prefix)
 
     def mark(self, progress: Progress, batches: Sequence[int]) -> None:
-        """These batches of a leg count, unless the fill was revoked."""
+        """These batches of a tile sink count, unless the fill was revoked."""
         with self._lock:
             self.check()
             progress.mark_all(batches)

@@ -33,8 +33,8 @@ from .grid import (
     Grid,
     Ints,
     Tiles,
-    filled_shapes,
     items_of,
+    padded_shapes,
     spans_of,
     starts_of,
     table_of_columns,
@@ -182,7 +182,7 @@ def _check_cuts(grid: Grid, ends: Ints) -> None:
     first, last = grid.cuts[ends[:-1]].reshape(grid.cells.shape), grid.cuts[ends[1:] - 1].reshape(grid.cells.shape)
     is_good = bool(rises.all() and (first == 0).all() and (last <= MAX_EXTENT).all() and len(ends) <= MAX_SEGMENTS)
     if is_good and grid.tensors:
-        is_good = bool((last[grid.kind] == filled_shapes(grid.tensors, grid.dimensions)).all())
+        is_good = bool((last[grid.kind] == padded_shapes(grid.tensors, grid.dimensions)).all())
         is_good = is_good and float(np.prod(grid.cells.astype(np.float64), axis=1)[grid.kind].sum()) < 1 << 40
     if not is_good:
         raise UsageError("malformed grid: cuts that are not those of its tensors")
@@ -211,7 +211,7 @@ def _tensors_of(packed: bytes) -> tuple[tuple[GlobalTensor, ...], Ints, Ints]:
     """
     tensors = _unpack_tensors(msgspec.msgpack.decode(packed, type=_Tensors))
     dimensions = max((len(tensor.shape) for tensor in tensors), default=1) or 1
-    return tensors, filled_shapes(tensors, dimensions), items_of(tensors)
+    return tensors, padded_shapes(tensors, dimensions), items_of(tensors)
 
 
 def _unpack_tensors(packed: _Tensors) -> tuple[GlobalTensor, ...]:

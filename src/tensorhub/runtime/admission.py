@@ -71,7 +71,7 @@ class Accepted:
             caller.is_asking, caller.idle_since = False, self._clock()
 
     def keep(self, request: web.Request) -> None:
-        """It is an asker, also where it was a worker's line before."""
+        """The connection asks questions now, also if it was a worker's before."""
         if request.transport is None:  # it has gone
             return
         caller = self._callers.setdefault(request.protocol, _Caller(self._clock()))
@@ -96,7 +96,7 @@ class Accepted:
         return response
 
     def release(self, request: web.Request) -> None:
-        """It has become a worker's line."""
+        """The connection has become a worker's."""
         self._callers.setdefault(request.protocol, _Caller(self._clock())).is_line = True
 
     def sweep(self, now: float, *, hello_s: float, stuck_s: float, idle_s: float = inf) -> None:
@@ -119,7 +119,7 @@ class Accepted:
                 caller.transport.abort()
 
 
-# What is kept of a client before its Hello: as much as a Hello may be, and little of all such clients together.
+# What is kept of a client before its Hello: as much as a Hello may be, and a limit for all of them together.
 # What comes after a good Hello is handed on, however long it is.
 
 
@@ -127,21 +127,21 @@ MAX_OF_ONE_BYTES = MAX_REPORT_BYTES + 4096  # a Hello as long as any may be, in 
 MAX_OF_ALL_BYTES = 16 * 1024 * 1024  # as much as one layout; 20,000 workers' Hellos at once are 10 MB
 
 
-class Strangers:
-    """All strangers of one server."""
+class UnknownClients:
+    """What all clients of one server have sent before their hello."""
 
     def __init__(self) -> None:
         self.held_bytes = 0
 
 
-class Stranger(asyncio.Protocol):
-    """Stands between a connection and aiohttp until it leaves. `refuse` is called for one that has said too much.
+class UnknownClient(asyncio.Protocol):
+    """A client before its hello: stands between its connection and aiohttp. Calls `refuse` if it sends too much.
 
     A message's limit in aiohttp is for the whole life of a connection, and that of a layout is long.
     """
 
-    def __init__(self, strangers: Strangers, request: web.Request, refuse: Callable[[], None]) -> None:
-        self._strangers = strangers
+    def __init__(self, clients: UnknownClients, request: web.Request, refuse: Callable[[], None]) -> None:
+        self._clients = clients
         self._held_bytes = 0
         self._hold(len(getattr(request.protocol, "_message_tail", b"")))  # it did not wait for our answer
         self._inner = request.protocol
@@ -154,16 +154,16 @@ class Stranger(asyncio.Protocol):
 
     @property
     def has_said_too_much(self) -> bool:
-        """More than any Hello is; or anything, while all strangers together hold too much."""
+        """More than any Hello is; or anything, while all of them together hold too much."""
         return self._held_bytes > MAX_OF_ONE_BYTES or (self._held_bytes > 0 and self._are_too_many)
 
     @property
     def _are_too_many(self) -> bool:
-        return self._strangers.held_bytes > MAX_OF_ALL_BYTES
+        return self._clients.held_bytes > MAX_OF_ALL_BYTES
 
     def _hold(self, more_bytes: int) -> None:
         self._held_bytes += more_bytes
-        self._strangers.held_bytes += more_bytes
+        self._clients.held_bytes += more_bytes
 
     def leave(self) -> None:
         """It is welcome, or gone: aiohttp hears the connection itself again."""
@@ -292,7 +292,7 @@ def check_limit(limit: int, connections: int) -> None:
     if limit != resource.RLIM_INFINITY and limit < connections + RESERVE:
         text = "this process may open %d files and connections, and a full server needs %d: %s,"
         level = logging.WARNING if limit < FEW else logging.INFO
-        _log.log(level, f"{text} or lower TENSORHUB_MOST_WORKERS", limit, connections + RESERVE, HINT)
+        _log.log(level, f"{text} or lower TENSORHUB_MAX_WORKERS", limit, connections + RESERVE, HINT)
 
 
 class Descriptors:

@@ -109,7 +109,7 @@ class Polls:
 SLICE_S = 0.002  # at a stretch, as the intake's
 REST = 5.0  # times what it took: a sixth of the time goes into it, and more only where the longest rest is too short
 MAX_REST_S = 0.5  # the longest rest, after 0.1 s of work: people wait, and `watch` looks twice a second
-LONG_BYTES = 4 << 20  # after such a one it rests for that long: askers that do not read keep some ten of them
+LONG_BYTES = 4 << 20  # after a longer answer it rests: clients that do not read keep some ten of them
 
 
 class Shown:
@@ -289,7 +289,7 @@ class Answers:
         return web.Response(body=msgspec.msgpack.encode(found), content_type="application/msgpack")
 
     async def _cuts(self, request: web.Request) -> web.StreamResponse:
-        """How the living replicas of a model are cut, now."""
+        """The layouts of a model's living replicas, now."""
         self._authorise(request)
         try:
             model = _model(request)

@@ -44,7 +44,7 @@ class CallLock:
         return not self.calling and not self._block
 
     def check(self, verb: str) -> None:
-        """Raises `UsageError` if such a call may not begin now: neither the other call nor the block is touched."""
+        """Raises `UsageError` if the call may not begin now. Changes nothing."""
         if self.calling:
             text = f"{verb} on {self._me} while its {self.calling} has not ended"
             raise UsageError(text, hint="one call at a time on one Weights: wait for the first")

@@ -216,14 +216,14 @@ class Pins:
     def __init__(self, me: WorkerId, driver: Driver) -> None:
         self._me, self._driver = me, driver
 
-    def wish(self, **wishes: object) -> None:
-        """The other wishes stay as they are."""
+    def change(self, **changes: object) -> None:
+        """Changes what is pinned or fetched ahead, and leaves the rest as it is."""
         worker = self._driver.worker
-        known = {"prefetch": worker.prefetch, "pins": worker.pins, **wishes}
+        known = {"prefetch": worker.prefetch, "pins": worker.pins, **changes}
         self._driver.feed(Wished(**known))  # type: ignore[arg-type]
 
-    def warn_if_in_vain(self) -> None:
-        """Nothing will ever be fetched ahead of these tensors: for want of host memory."""
+    def warn_without_room(self) -> None:
+        """Warns if host memory has no room for a copy, so that nothing is fetched ahead."""
         data = self._driver.data
         if data.copies.why_none and data.registration is not None:
             text = "%s fetches nothing ahead: its limit on host memory has no room for a copy of %d B: %s; %s"
@@ -237,16 +237,17 @@ class Pins:
         known = self._driver.worker.update_at_once(hello, called)
         if not isinstance(known, Failure):
             return known
-        why, wishes = self._driver.data.copies.why_none, hello.prefetch == "always" or self._driver.worker.prefetch
-        raise failed(replace(known, message=f"{known.message}; {why}") if why and wishes else known)
+        why = self._driver.data.copies.why_none
+        is_wanted = hello.prefetch == "always" or self._driver.worker.prefetch
+        raise failed(replace(known, message=f"{known.message}; {why}") if why and is_wanted else known)
 
     def prefetch(self, spec: Spec) -> None:
         """A host copy of that version, and of newer ones as they come if it is "latest"."""
         parse_spec(spec)
         if not self._driver.worker.is_registered:
             raise UsageError(f"prefetch on {self._me} before register()", hint="register the tensors first")
-        self.warn_if_in_vain()
-        self.wish(prefetch=spec)
+        self.warn_without_room()
+        self.change(prefetch=spec)
 
     async def pin(self, version: Version, options: Options, deadline: float) -> None:
         """Raises `VersionUnavailable` if no worker has it."""
@@ -259,16 +260,16 @@ class Pins:
         try:
             await check_held(options, self._me.model, version, deadline)
         except BaseException:
-            self.wish(pins=tuple(pin for pin in self._driver.worker.pins if pin != version))
+            self.change(pins=tuple(pin for pin in self._driver.worker.pins if pin != version))
             raise
 
     async def unpin(self, version: Version, deadline: float) -> None:
-        """Does nothing where there was no such pin."""
+        """Does nothing if the version is not pinned."""
         await self._heard(tuple(pin for pin in self._driver.worker.pins if pin != version), deadline)
 
     async def _heard(self, pins: tuple[Version, ...], deadline: float) -> None:
         """Returns once the server knows of the pins."""
-        self.wish(pins=pins)
+        self.change(pins=pins)
         worker = self._driver.worker
         number = worker.reported
         if not await self._driver.until(lambda: worker.acknowledged >= number, deadline):
@@ -421,7 +422,7 @@ class Client:
     def __init__(self, hello: Hello, options: Options, transports: Mapping[str, Transport]) -> None:
         self.me = hello.worker
         self.options = options
-        self.driver = Driver(hello, options, transports, why_in_vain=self._why_in_vain)
+        self.driver = Driver(hello, options, transports, why_it_cannot_end=self._why_it_cannot_end)
         self.callers = Callers(self._note_call)
         self.unpublishing = BackgroundUnpublish(self.driver)
         self.pins = Pins(self.me, self.driver)
@@ -468,14 +469,14 @@ class Client:
             text = f"the names and shapes of {len(registration.layout.tensors)} tensors take {length} B"
             hint = "register fewer tensors, with shorter names, or larger ones"
             raise UsageError(f"{text}; {MAX_LAYOUT_BYTES} B are the limit", hint=hint)
-        most_copies = self.driver.data.register(registration)
+        max_copies = self.driver.data.register(registration)
         if self.hello.prefetch == "always":
-            self.pins.warn_if_in_vain()
+            self.pins.warn_without_room()
         self.cast_state.registered(self.driver, is_resumed=is_resumed)
         size_bytes, digest = registration.size_bytes, registration.layout_digest
         self.suspension.over()
         can_box = self.boxing.can_box(registration)
-        self.driver.feed(Registered(layout, digest, size_bytes, most_copies, can_box))
+        self.driver.feed(Registered(layout, digest, size_bytes, max_copies, can_box))
         self.boxing.registered(registration)
 
     async def operate(
@@ -527,7 +528,7 @@ class Client:
         self.unpublishing.then(lambda: self.driver.miss(called, why))
 
     async def carried(self, called: Called) -> Version | None:
-        """That call, from the machine's word to its end. Returns the version then held."""
+        """That call, from the machine's answer to its end. Returns the version that is held then."""
         worker, copies, verb = self.driver.worker, self.driver.data.copies, called.verb
         before, copies.spoiled = worker.held, None
         try:
@@ -542,7 +543,7 @@ class Client:
         if verb == "unpublish" and copies.spoiled is not None:
             raise self._lost(before, copies.spoiled)
         if verb != "unpublish" and worker.prefetch is not None and (called.spec != PREFETCHED or version != before):
-            self.pins.wish(prefetch=None)  # what was fetched ahead has served its purpose
+            self.pins.change(prefetch=None)  # what was fetched ahead has served its purpose
         return version
 
     async def _filled(self, called: Called) -> Version | None:
@@ -709,8 +710,8 @@ class Client:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _why_in_vain(self) -> UsageError | None:
-        """A call has waited long for shards that do not come: the mistake, where it waits for its own thread."""
+    def _why_it_cannot_end(self) -> UsageError | None:
+        """The mistake of a call that waits for shards which its own thread would have to call."""
         thread = self.callers.waiting
         if thread is None:
             return None
@@ -741,7 +742,7 @@ class Client:
             _log.warning("%s left before the server confirmed that no worker reads from it", self.me)
 
     def check_may_call(self, verb: str) -> None:
-        """Raises `UsageError` or `Closed` if such a call may not begin now. Changes nothing."""
+        """Raises `UsageError` or `Closed` if the call may not begin now. Changes nothing."""
         self._check_usable()
         self.call_lock.check(verb)
         self.suspension.check(verb)

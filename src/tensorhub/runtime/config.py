@@ -197,7 +197,7 @@ def parse_text(value: object, what: str) -> str:
 def parse_token(value: object, what: str) -> str:
     """A shared secret that HTTP carries as it is; empty for none. No error shows it.
 
-    HTTP takes blanks off both ends of what a header says, so such a token would differ from itself.
+    HTTP takes blanks off both ends of what a header says, so a token with blanks would never match.
     """
     try:
         token = parse_text(value, what)
@@ -431,8 +431,8 @@ _SERVER_TEXTS = {  # of `Settings`, those that an operator may have a reason to 
     "stalled_s": "for how long next to nothing may come from a source before its reader is given another",
     "slow_s": "over how long the rate of a read is measured",
     "keep_held_s": "an update keeps what it holds if no newer source was heard for so long; `lease_s`: never",
-    "most_retain": "versions to keep that a worker may ask for",
-    "most_workers": "workers at a time",
+    "max_retain": "versions to keep that a worker may ask for",
+    "max_workers": "workers at a time",
 }
 
 

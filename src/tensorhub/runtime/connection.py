@@ -69,7 +69,7 @@ def encode(message: ToServer | ToWorker | LayoutWanted) -> bytes:
 
 
 def decode_to_server(data: bytes, *, is_known: bool = True) -> ToServer:
-    """A message from a worker. A stranger (`is_known` false) may not make the server look at a long one."""
+    """A message from a worker. A client without a hello (`is_known` false) may not send a long one."""
     if not is_known and len(data) > MAX_REPORT_BYTES:
         raise Malformed(f"a first message of {len(data)} B, where at most {MAX_REPORT_BYTES} B are due")
     try:
@@ -114,7 +114,7 @@ def _nonsense_of(message: ToServer) -> str:
             if reading is not None and len(reading.transport + reading.path + reading.why) > MAX_TEXT:
                 return "too long words about its read"
             across = message.across
-            if len(message.over) > MAX_OVER or (across is not None and _is_too_much(across)):
+            if len(message.also_closed) > MAX_OVER or (across is not None and _is_too_much(across)):
                 return "too many parts of a read across"
             return _nonsense_of_wish(message.prefetch) or _nonsense_of_call(message.call)
     return ""
@@ -230,7 +230,7 @@ CROWDED = "clients that have not said hello send it too much at once"
 STOPPING = "it is stopping"
 MISNAMED = "it is not called so"
 THERE = {  # a reference server says these: what to do then
-    FULL: "raise TENSORHUB_MOST_WORKERS on the server, or end workers that are not needed",
+    FULL: "raise TENSORHUB_MAX_WORKERS on the server, or end workers that are not needed",
     CROWDED: "it is tried again; what else sends to the server's port?",
     STOPPING: "it is tried again: the next server at that address is found by itself",
     MISNAMED: "use the server's IP address, or give the server that name: --name, TENSORHUB_NAMES or names=",
@@ -238,13 +238,13 @@ THERE = {  # a reference server says these: what to do then
 STATUSES = {413: CROWDED, 421: MISNAMED, 503: STOPPING, 507: FULL}  # of HTTP, by which it says so
 START = "start one with `tensorhub serve`"
 
-LineEvent = Connected | Disconnected | Received
+ConnectionEvent = Connected | Disconnected | Received
 
 
 def retry_delay_s(attempt: int, random_0_1: float, *, broken_s: float = inf) -> float:
     """How long to wait before the next try: doubles from 0.05 s to 2 s, less up to half of it.
 
-    While a line broke only `broken_s` ago, to 0.5 s: all workers wait for the server, which is likely to be back soon.
+    If a connection broke only `broken_s` ago, to 0.5 s: the server is likely to be back soon.
     """
     most_s = SOON_RETRY_S if broken_s < SOON_S else LAST_RETRY_S
     return float(min(most_s, FIRST_RETRY_S * 2 ** min(attempt, 16)) * (1.0 - random_0_1 / 2))
@@ -282,8 +282,7 @@ def _patience_s() -> float:
 
 
 def _limit_untaken(socket: aiohttp.ClientWebSocketResponse) -> None:
-    """Let TCP end the line when the other host takes nothing of what was sent. A busy process is no reason: its kernel
-    takes it."""
+    """Lets TCP end the connection when the other host takes nothing. The kernel of a busy process takes it."""
     raw = socket.get_extra_info("socket")
     option = getattr(sockets, "TCP_USER_TIMEOUT", None)  # Linux
     if raw is not None and option is not None:
@@ -291,9 +290,9 @@ def _limit_untaken(socket: aiohttp.ClientWebSocketResponse) -> None:
 
 
 class Connection:
-    """One worker's line. `run` is its whole life; `send` may be called at any time, in the loop."""
+    """A worker's connection to the server. `run` is its whole life; `send` may be called at any time, in the loop."""
 
-    def __init__(self, address: str, hello: Hello, on_event: Callable[[LineEvent], None]) -> None:
+    def __init__(self, address: str, hello: Hello, on_event: Callable[[ConnectionEvent], None]) -> None:
         self.address = address
         self.why = "it does not answer"  # what was wrong when it was last tried, for the caller's error
         self.is_connected = False
@@ -309,7 +308,7 @@ class Connection:
         self._refused = ""  # what was said of a refusal that may pass
 
     def send(self, message: Report | LayoutInfo) -> None:
-        """Send it if there is a line, a layout when asked for it; the newest replaces what still waits."""
+        """Send it if there is a connection, a layout when asked for it; the newest replaces what still waits."""
         if not self.is_connected:
             return
         if isinstance(message, LayoutInfo):
@@ -355,7 +354,7 @@ class Connection:
         return socket
 
     def _note_failure(self, error: Exception) -> None:
-        """That it is away is said once, until there is a session again."""
+        """Logs once that the server is away, until there is a session again."""
         if isinstance(error, aiohttp.ClientConnectorError):
             threads.note(error.os_error, did="it connected to the reference server")
         self.why = why_away(error)
@@ -380,7 +379,7 @@ class Connection:
         self._away_since, self._refused = 0.0, ""
 
     async def _converse(self, socket: aiohttp.ClientWebSocketResponse) -> tuple[Refusal | None, bool]:
-        """Carry messages until the line ends: (the refusal that ended it, whether anything was heard)."""
+        """Carry messages until the connection ends: (the refusal that ended it, whether anything was heard)."""
         refusal, has_heard, self.why = None, False, "it does not answer"
         patience_s = _patience_s()
         self._heard_at, self._silence_s = time.monotonic(), SILENCE_S
@@ -421,7 +420,7 @@ class Connection:
                     async with asyncio.timeout(GOODBYE_S):
                         await socket.close()
         why = refusal.message if refusal is not None else self.why
-        _log.info("%s: the line to %s ended: %s", self._hello.worker, self.address, why)
+        _log.info("%s: the connection to %s ended: %s", self._hello.worker, self.address, why)
         return refusal, has_heard
 
     async def _ask(self, socket: aiohttp.ClientWebSocketResponse) -> None:
@@ -434,7 +433,7 @@ class Connection:
                     silent_s = 0.0
                 await asyncio.sleep(self._silence_s - silent_s)
         except (aiohttp.ClientError, OSError):
-            pass  # the reader of this line sees that it ended
+            pass  # the reader of this connection sees that it ended
 
     async def _write(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         try:
@@ -448,4 +447,4 @@ class Connection:
                 if report is not None:
                     await socket.send_bytes(encode(report))
         except (aiohttp.ClientError, OSError):
-            pass  # the reader of this line sees that it ended
+            pass  # the reader of this connection sees that it ended

@@ -31,7 +31,7 @@ from ..protocol.errors import (
 from ..protocol.manifest import Manifest
 from ..protocol.messages import MAX_CROSS_SITE_VERSIONS, MAX_SOURCES, MAX_TEXT, Grant, add_up
 from ..protocol.names import Digest, Version, WorkerId
-from ..reshard.read import Across, Leg, Offer, TiledVersion
+from ..reshard.read import Across, Offer, TiledVersion, TileSink
 from ..transport.base import (
     ByteStream,
     Export,
@@ -140,9 +140,9 @@ class Trusted:
 
 
 class Counting(Trusted):
-    """Hands on what a transport brings, to a fill or to a leg of one."""
+    """Hands on what a transport brings, to a fill or to a tile sink of one."""
 
-    def __init__(self, target: FillSink | Leg, touch: Touch, *, is_cross_site: bool) -> None:
+    def __init__(self, target: FillSink | TileSink, touch: Touch, *, is_cross_site: bool) -> None:
         super().__init__(touch, is_cross_site=is_cross_site)
         self._target = target
 
@@ -276,23 +276,23 @@ class TrustedSink(Counting):
         self.check()
 
 
-class TrustedLeg(Counting):
-    """One leg of a fill, for as long as its read is trusted and its part was not told to stop."""
+class TrustedTileSink(Counting):
+    """One tile sink of a fill, for as long as its read is trusted and its part was not told to stop."""
 
-    def __init__(self, leg: Leg, touch: Touch, *, is_cross_site: bool) -> None:
-        super().__init__(leg, touch, is_cross_site=is_cross_site)
-        self.leg = leg
+    def __init__(self, tile_sink: TileSink, touch: Touch, *, is_cross_site: bool) -> None:
+        super().__init__(tile_sink, touch, is_cross_site=is_cross_site)
+        self.tile_sink = tile_sink
 
     @property
     def batches(self) -> Batches:
-        return self.leg.batches
+        return self.tile_sink.batches
 
     def count(self, batches: range) -> None:
         self.check()
-        self.leg.count(batches)
+        self.tile_sink.count(batches)
 
     def wrong_tile(self, tile: int) -> TensorHubError:
-        return self.leg.wrong_tile(tile)
+        return self.tile_sink.wrong_tile(tile)
 
 
 class Looking(Trusted):
@@ -525,7 +525,7 @@ class Routes:
         )
 
     def failed(self, way: Way, grant: Grant, error: TensorHubError) -> None:
-        """This way cannot work, whatever the source does, for this version at least."""
+        """Gives this way up for this version: no answer of the source can help."""
         if way.endpoint not in self._failed:
             hint = f" ({error.hint})" if error.hint else ""
             _log.info("%s: no %s from %s: %s%s", self._me, way.scheme, grant.source, error, hint)

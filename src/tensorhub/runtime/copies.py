@@ -76,7 +76,7 @@ class HostCopies:
         self._transports = transports
         self._verify = verify
         self._limit_bytes = limit_bytes
-        self.most = MAX_COPIES  # where there is no such limit
+        self.most = MAX_COPIES  # without a limit on host memory
         self.pinned_bytes: int | None = None  # limit of this process; None: a share of the host's memory
         self._tell = tell
         self._withdraw = withdraw

@@ -291,7 +291,7 @@ class DataPlane:
             reading.measuring = self._loop.call_later(MEASURE_EVERY_S, self._measure, reading)
 
     def _begun(self, content: Content | None, fill: FillSink) -> None:
-        """In a transport's thread: the manifest is known, so peers may read behind us."""
+        """Called in a transport's thread. The manifest is known, so peers may read the chunks that are here."""
         assert content is not None, "the read under way has its content"
         self.unserved = content.export(self.transports, fill.manifest, fill.progress)
         self._stored(content)

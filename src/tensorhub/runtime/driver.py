@@ -57,7 +57,7 @@ from ..worker.events import (
 )
 from ..worker.machine import Worker
 from .config import Options
-from .connection import START, Connection, LineEvent, unreached
+from .connection import START, Connection, ConnectionEvent, unreached
 from .dataplane import DataPlane
 from .loops import in_thread
 from .tile_reads import Covering
@@ -94,7 +94,7 @@ class LongWait:
         self._begin()
 
     def say(self, why: str) -> None:
-        """That it waits for this, unless it was said just before: the machine, and the clock here, may both say it."""
+        """Logs what the call waits for, unless that was logged just before by the machine or by the clock here."""
         if why and why != self._said:
             self._said = why
             _log.warning("%s goes on waiting after %.0f s: %s", self._what, time.monotonic() - self._began, why)
@@ -108,7 +108,7 @@ class LongWait:
 def why_waits(worker: Worker, server: str, why_away: str, now: float) -> str:
     """What its call waits for, as far as the server has said, or that it says nothing; "" if it waits for no other.
 
-    In the order in which an error would name it. `why_away`: what was wrong with the line, if there is none.
+    In the order in which an error would name it. `why_away`: what was wrong with the connection, if there is none.
     """
     call, refusal, book = worker.call, worker.refusal, worker.state.book
     if call is None:
@@ -145,9 +145,9 @@ class Driver:
         options: Options,
         transports: Mapping[str, Transport],
         *,
-        why_in_vain: Callable[[], UsageError | None] = lambda: None,
+        why_it_cannot_end: Callable[[], UsageError | None] = lambda: None,
     ) -> None:
-        """`why_in_vain` is asked once of a call that waits long for shards that live; what it says ends the call."""
+        """`why_it_cannot_end` is asked once, of a call that waits long for living shards. Its answer ends the call."""
         self.me = hello.worker
         self.data = DataPlane(
             self.me,
@@ -163,14 +163,14 @@ class Driver:
         self.worker = Worker(
             self.me, received_bytes=self.data.received.by_replica, cross_site_bytes=self.data.received.cross_site
         )
-        self.line = Connection(options.server, hello, self._on_line)
+        self.connection = Connection(options.server, hello, self._on_connection)
         self.broken: InvariantViolation | None = None
         self.is_gone = False
         self._loop = asyncio.get_running_loop()
         self._life: asyncio.Task[None] | None = None
         self._end: asyncio.Task[None] | None = None
         self._answered: asyncio.Future[Refusal | None] = self._loop.create_future()
-        self._why_in_vain = why_in_vain
+        self._why_it_cannot_end = why_it_cannot_end
         self._finished: asyncio.Future[Finished] | None = None
         self._waits: LongWait | None = None
         self._left: asyncio.Future[bool] = self._loop.create_future()
@@ -181,7 +181,7 @@ class Driver:
 
     async def start(self, deadline: float) -> None:
         """Connect, and wait until the server has named a session or refused. Leaves nothing behind on an error."""
-        self._life = self._loop.create_task(self.line.run())
+        self._life = self._loop.create_task(self.connection.run())
         self._life.add_done_callback(self._line_ended)
         try:
             refusal = await self._first_answer(deadline)
@@ -193,7 +193,7 @@ class Driver:
 
     async def _unjoin(self) -> None:
         """Its caller gave up: a session that the server makes ends now, and not by its lease."""
-        if self.line.is_connected and not self._answered.done():
+        if self.connection.is_connected and not self._answered.done():
             await asyncio.wait([self._answered], timeout=GOODBYE_S)
         if self.worker.session and self.broken is None:
             await self.leave(time.monotonic() + GOODBYE_S)
@@ -211,7 +211,7 @@ class Driver:
             patience_s = round(deadline - began, 1) or 0.1  # as it was asked for: 1 s, not 0.997 s
             hint = f"{START}, or name another with server= or TENSORHUB_SERVER"
             within = f" within {patience_s:g} s"
-            text, hint = unreached(self.line.address, self.line.why, hint=hint, within=within)
+            text, hint = unreached(self.connection.address, self.connection.why, hint=hint, within=within)
             raise ServerUnreachable(f"{self.me}: {text}", hint=hint) from error
 
     async def call(self, called: Called) -> Version | None:
@@ -247,7 +247,7 @@ class Driver:
         return error
 
     def _waits_for(self) -> str:
-        return why_waits(self.worker, self.line.address, self.line.why, time.monotonic())
+        return why_waits(self.worker, self.connection.address, self.connection.why, time.monotonic())
 
     def check(self, called: Called) -> None:
         """Raises what the caller does wrong. Where it is for what is in the tensors, the siblings hear of it."""
@@ -257,7 +257,7 @@ class Driver:
             raise failed(wrong)
 
     def miss(self, called: Called, why: BaseException) -> None:
-        """That call has failed before the machine heard of it. It counts all the same, as the siblings' does."""
+        """The call has failed before the machine heard of it. It counts, as the siblings' calls do."""
         if not isinstance(why, TensorHubError):
             why = TensorHubError(str(why) or type(why).__name__)
         self.missed(called, Failure.of(why))
@@ -273,7 +273,7 @@ class Driver:
         if failure.code != DeadlineExceeded.code:
             return failure
         shortage, remedy = threads.recent()
-        known = (self.line.why if not self.line.is_connected else "", shortage)
+        known = (self.connection.why if not self.connection.is_connected else "", shortage)
         return replace(failure, message="; ".join([failure.message, *filter(None, known)]), hint=remedy or failure.hint)
 
     def statistics(self) -> dict[str, object]:
@@ -289,8 +289,8 @@ class Driver:
             "pinned_bytes": pinned_bytes(),  # of this process
             "why_pageable": copies.why_pageable,
             "offloaded_bytes": copies.offloaded_bytes,
-            "connects": self.line.connects,
-            "is_connected": self.line.is_connected,
+            "connects": self.connection.connects,
+            "is_connected": self.connection.is_connected,
             "transport": data,
         }
 
@@ -320,7 +320,7 @@ class Driver:
         return is_drained
 
     async def end(self, deadline: float) -> None:
-        """Cut everything: the line, the clock, the transports. Afterwards no thread touches the registered memory."""
+        """Cuts the connection, the clock and the transports. Afterwards no thread touches the registered memory."""
         self.is_gone = True
         _fail(self._gone(), self._finished, *self._awaited)  # the machine hears of nothing any more
         if self._timer is not None:
@@ -375,7 +375,7 @@ class Driver:
     def _carry_out(self, effect: Effect) -> None:
         match effect:
             case Send(message=message):
-                self.line.send(message)
+                self.connection.send(message)
             case OpenRead(grant=grant):
                 _log.debug("%s opens version %d at %s: %s", self.me, grant.version, grant.source, grant.reason)
                 self.data.open_read(grant)
@@ -406,7 +406,7 @@ class Driver:
             case Delayed(why=why):
                 if self._waits is not None:
                     self._waits.say(why.message)
-                wrong = self._why_in_vain()
+                wrong = self._why_it_cannot_end()
                 if wrong is not None and self._finished is not None and not self._finished.done():
                     self._finished.set_exception(wrong)
             case Left(drained=is_drained):
@@ -427,7 +427,7 @@ class Driver:
         self._timer = None
         self.feed(Tick())
 
-    def _on_line(self, event: LineEvent) -> None:
+    def _on_connection(self, event: ConnectionEvent) -> None:
         self.feed(event)
         if self._answered.done():
             return
@@ -437,7 +437,7 @@ class Driver:
             case Received(message=Refusal() as refusal) if refusal.retry_s <= 0:
                 self._answered.set_result(refusal)
             case Connected():
-                _log.debug("%s: connected to %s", self.me, self.line.address)
+                _log.debug("%s: connected to %s", self.me, self.connection.address)
 
     def _break(self, error: Exception) -> None:
         """Our bug: tell the story, fail every call, stop."""

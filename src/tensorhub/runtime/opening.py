@@ -113,8 +113,8 @@ class Listening:
         found = _listen(host, self._options, probe_s)
         with self._lock:
             self._found = found
-            is_in_vain = self._is_given_up
-        if is_in_vain:
+            is_given_up = self._is_given_up
+        if is_given_up:
             self._close()
         return found
 

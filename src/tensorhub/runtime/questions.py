@@ -206,8 +206,8 @@ async def wait_for_description(
 
 
 async def fetch_cuts(options: Options, model: str, deadline: float, *, replica: str = "") -> CutsView:
-    """How the living replicas of a model are cut, and who of one replica is there. Raises `ServerUnreachable`."""
-    asked = _Asked(options, f"how {model} is cut", deadline)
+    """The layouts of a model's living replicas, and the known shards of one. Raises `ServerUnreachable`."""
+    asked = _Asked(options, f"the layouts of {model}", deadline)
     found = await asked.until("/v1/cuts", {"model": model, "replica": replica}, _cuts, lambda _: True)
     if found is None:
         raise _unreachable(options, asked.why)
@@ -219,7 +219,7 @@ async def fetch_cuts(options: Options, model: str, deadline: float, *, replica: 
 async def siblings(
     options: Options, me: WorkerId, shards: int, registration: Registration, deadline: float, *, what: str
 ) -> CutsView:
-    """How all are cut, once the server has heard of every shard of this replica, and of this one as it is now.
+    """All layouts, once the server has heard of every shard of this replica, and of this one as it is now.
 
     `what` it is asked for is said in errors: they are those of `cut`.
     """

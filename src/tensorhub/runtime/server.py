@@ -31,7 +31,7 @@ from ..protocol.names import Digest, Ticket
 from ..protocol.settings import Settings
 from ..protocol.status import Status
 from ..server import Server
-from .admission import Accepted, Descriptors, Names, Stranger, Strangers
+from .admission import Accepted, Descriptors, Names, UnknownClient, UnknownClients
 from .answers import Answers, Shown
 from .config import OTHER_HOST
 from .connection import Malformed, OddNumber, decode_to_server, encode
@@ -47,10 +47,10 @@ CLOSE_S = 1.0  # for the other side's goodbye
 class WorkerSocket:
     """A connection. `sender` is its name towards the machine."""
 
-    def __init__(self, sender: str, socket: web.WebSocketResponse, request: web.Request) -> None:
+    def __init__(self, sender: str, websocket: web.WebSocketResponse, request: web.Request) -> None:
         self.sender = sender
-        self.name = "a stranger"
-        self.socket = socket
+        self.name = "a client without a hello"
+        self.websocket = websocket
         self.has_said_hello = False
         self.is_cut = False
         self.opened_at = self.heard_at = time.monotonic()
@@ -67,7 +67,7 @@ class WorkerSocket:
         return self._refusal is not None
 
     def post(self, message: ToWorker) -> None:
-        """Send it soon. After a refusal nothing more is sent, and the line is closed."""
+        """Send it soon. After a refusal nothing more is sent, and the connection is closed."""
         if self._refusal is not None:
             return
         if isinstance(message, Refusal):
@@ -77,12 +77,12 @@ class WorkerSocket:
         self._has_mail.set()
 
     def ask(self, layout: Digest) -> None:
-        """Let it say what this layout is, the one that its newest report names."""
+        """Asks the worker for the layout that its newest report names."""
         self._wanted = LayoutWanted(layout)
         self._has_mail.set()
 
     async def write(self) -> None:
-        """Send what is posted, until the line ends or was refused."""
+        """Send what is posted, until the connection ends or was refused."""
         with contextlib.suppress(OSError, RuntimeError):  # it is closing: its reader sees that
             while True:
                 await self._has_mail.wait()
@@ -91,29 +91,29 @@ class WorkerSocket:
                 wanted, self._wanted = self._wanted, None
                 self.sending_since = time.monotonic()
                 if self._refusal is not None:
-                    await self.socket.send_bytes(encode(self._refusal))
-                    await self.socket.close(code=WSCloseCode.POLICY_VIOLATION)
+                    await self.websocket.send_bytes(encode(self._refusal))
+                    await self.websocket.close(code=WSCloseCode.POLICY_VIOLATION)
                     return
                 for message in (orders, wanted):
                     if message is not None:
-                        await self.socket.send_bytes(encode(message))
+                        await self.websocket.send_bytes(encode(message))
                 self.sending_since = inf
 
     async def say_goodbye(self) -> None:
         """The server stops: tell the worker, so that it looks for the next one at once."""
         with contextlib.suppress(OSError, RuntimeError, TimeoutError):
             async with asyncio.timeout(CLOSE_S):
-                await self.socket.close(code=WSCloseCode.GOING_AWAY)
+                await self.websocket.close(code=WSCloseCode.GOING_AWAY)
 
     def note_end(self, writer: "asyncio.Task[None]") -> None:
-        """What wrote to it has ended. If not by the line's end, that is our bug: it is said, and the line cut."""
+        """The writer has ended. If the connection has not, that is our bug: it is logged, and the connection is cut."""
         if not writer.cancelled() and (error := writer.exception()) is not None:
-            _log.error("the line to %s ends: %r", self.name, error, exc_info=error)
+            _log.error("the connection to %s ends: %r", self.name, error, exc_info=error)
             self.cut()
 
     def forget_failure(self) -> None:
-        """What ended it knows the socket, which knows it: without this circle all that it holds goes at once."""
-        error = self.socket.exception()
+        """What ended it knows the websocket, which knows it: without this circle all that it holds goes at once."""
+        error = self.websocket.exception()
         if error is not None:
             error.__traceback__ = None
 
@@ -134,25 +134,25 @@ SLICE_S = 0.002  # at a stretch: an update's decisions take up to that, and a tu
 class Decider(Protocol):
     """Who handles what has come, at the time when it came."""
 
-    def decide(self, line: WorkerSocket, message: ToServer, *, now: float, arrived: float) -> None:
+    def decide(self, socket: WorkerSocket, message: ToServer, *, now: float, arrived: float) -> None:
         """Handle one message."""
 
-    def end(self, line: WorkerSocket, *, now: float) -> None:
-        """The line has ended, and all that it said was handled."""
+    def end(self, socket: WorkerSocket, *, now: float) -> None:
+        """The connection has ended, and all of its messages were handled."""
 
     def rest(self) -> None:
         """Nothing waits any more."""
 
 
 class Inbox:
-    """What one line has said and is not handled; the newest of each kind."""
+    """Messages of one connection that are not handled yet: the newest of each kind."""
 
     def __init__(self, now: float) -> None:
         self.first_at = self.last_at = now  # when the first and the last of it came
         self.hello: Hello | None = None
         self.layout: LayoutInfo | None = None
         self.report: Report | None = None
-        self.is_over = False  # and the line has ended
+        self.is_over = False  # the connection has ended
 
     def put(self, message: ToServer, now: float) -> None:
         self.last_at = now
@@ -170,13 +170,13 @@ class Inbox:
 
 
 class Intake:
-    """The queue of lines, and the task that empties it."""
+    """The queue of connections with messages, and the task that empties it."""
 
     def __init__(self, decider: Decider, clock: Callable[[], float] = time.monotonic) -> None:
         self._decider = decider
         self._clock = clock
         self._waiting: deque[tuple[WorkerSocket, Inbox]] = deque()
-        self._inboxes: dict[str, Inbox] = {}  # of the lines in the queue, by sender
+        self._inboxes: dict[str, Inbox] = {}  # of the connections in the queue, by sender
         self._has_mail = asyncio.Event()
         self.replaced = 0  # reports in whose place a newer one was handled
 
@@ -190,26 +190,26 @@ class Intake:
         """The time up to which all that came has been handled: the machine's."""
         return self._waiting[0][1].first_at if self._waiting else self._clock()
 
-    def put(self, line: WorkerSocket, message: ToServer) -> None:
-        """The line has said this."""
-        inbox = self._inbox(line)
+    def put(self, socket: WorkerSocket, message: ToServer) -> None:
+        """The connection has brought this message."""
+        inbox = self._inbox(socket)
         self.replaced += isinstance(message, Report) and inbox.report is not None
         inbox.put(message, self._clock())
 
-    def put_back(self, line: WorkerSocket, report: Report) -> None:
-        """What the line has said before can be handled now, if it has said nothing newer."""
-        inbox = self._inbox(line)
+    def put_back(self, socket: WorkerSocket, report: Report) -> None:
+        """An earlier report can be handled now, unless a newer one has come."""
+        inbox = self._inbox(socket)
         inbox.report = inbox.report or report
 
-    def end(self, line: WorkerSocket) -> None:
-        """The line has ended. What it said before counts."""
-        self._inbox(line).is_over = True
+    def end(self, socket: WorkerSocket) -> None:
+        """The connection has ended. Its earlier messages count."""
+        self._inbox(socket).is_over = True
 
-    def _inbox(self, line: WorkerSocket) -> Inbox:
-        inbox = self._inboxes.get(line.sender)
+    def _inbox(self, socket: WorkerSocket) -> Inbox:
+        inbox = self._inboxes.get(socket.sender)
         if inbox is None:
-            inbox = self._inboxes[line.sender] = Inbox(self._clock())
-            self._waiting.append((line, inbox))
+            inbox = self._inboxes[socket.sender] = Inbox(self._clock())
+            self._waiting.append((socket, inbox))
             self._has_mail.set()
         return inbox
 
@@ -231,13 +231,13 @@ class Intake:
                 return
 
     def _take_first(self) -> None:
-        line, inbox = self._waiting.popleft()
-        del self._inboxes[line.sender]
+        socket, inbox = self._waiting.popleft()
+        del self._inboxes[socket.sender]
         for message in inbox.messages():
-            if not line.is_refused:
-                self._decider.decide(line, message, now=inbox.first_at, arrived=inbox.last_at)
+            if not socket.is_refused:
+                self._decider.decide(socket, message, now=inbox.first_at, arrived=inbox.last_at)
         if inbox.is_over:
-            self._decider.end(line, now=inbox.first_at)
+            self._decider.end(socket, now=inbox.first_at)
 
 
 # Reports with an unknown layout wait until a worker sends that layout: ten thousand tensors take a megabyte, so of
@@ -246,12 +246,12 @@ class Intake:
 
 
 ASK_AGAIN_S = 0.5  # a megabyte takes 0.1 s on a link of 100 Mbit/s
-ASK_AGAIN_MOST_S = 8.0  # it doubles up to here: 16 MiB across a slow link take long, and from all workers longer
+MAX_ASK_AGAIN_S = 8.0  # it doubles up to here: 16 MiB across a slow link take long, and from all workers longer
 
 
 @dataclass
 class _Waiting:
-    line: WorkerSocket
+    socket: WorkerSocket
     report: Report | None = None  # the newest; None: it was let through
     is_asked: bool = False
 
@@ -276,9 +276,9 @@ class _Queue:
         if first is None:
             return
         first.is_asked = True
-        first.line.ask(self.layout)
+        first.socket.ask(self.layout)
         self.next_ask = asyncio.get_running_loop().call_later(self.pause_s, self.ask)
-        self.pause_s = min(2 * self.pause_s, ASK_AGAIN_MOST_S)
+        self.pause_s = min(2 * self.pause_s, MAX_ASK_AGAIN_S)
 
     def end(self) -> None:
         for timer in (self.next_ask, self.overdue):
@@ -305,30 +305,30 @@ class UnknownLayouts:
         self._queues: dict[Digest, _Queue] = {}
         self._waits_for: dict[str, Digest] = {}  # by sender
 
-    def holds(self, line: WorkerSocket, report: Report) -> bool:
-        """Whether the report waits here now. What its line said before is of no use any more, either way."""
+    def holds(self, socket: WorkerSocket, report: Report) -> bool:
+        """Whether the report waits here now. An earlier report of its connection is dropped either way."""
         layout = report.layout
         if not layout or self._is_known(layout):
             if self._waits_for:
-                self.take(line)
+                self.take(socket)
             return False
-        if self._waits_for.get(line.sender) != layout:
-            self.take(line)
-            self._waits_for[line.sender] = layout
+        if self._waits_for.get(socket.sender) != layout:
+            self.take(socket)
+            self._waits_for[socket.sender] = layout
         queue = self._queues.get(layout) or self._begin(layout)
-        waiting = queue.waiting.setdefault(line.sender, _Waiting(line))
+        waiting = queue.waiting.setdefault(socket.sender, _Waiting(socket))
         waiting.report = None if queue.is_overdue else report
         if queue.next_ask is None:
             queue.ask()
         return not queue.is_overdue
 
-    def take(self, line: WorkerSocket) -> Report | None:
-        """The report of this line that waits here, if any; from now on it does not."""
-        layout = self._waits_for.pop(line.sender, None)
+    def take(self, socket: WorkerSocket) -> Report | None:
+        """Takes out the report of this connection that waits here, if any."""
+        layout = self._waits_for.pop(socket.sender, None)
         if layout is None:
             return None
         queue = self._queues[layout]
-        gone = queue.waiting.pop(line.sender)
+        gone = queue.waiting.pop(socket.sender)
         if not queue.waiting:
             queue.end()
             del self._queues[layout]
@@ -359,7 +359,7 @@ class UnknownLayouts:
         for each in queue.waiting.values():
             report, each.report = each.report, None
             if report is not None:
-                self._let_through(each.line, report)
+                self._let_through(each.socket, report)
 
 
 # The machine's time is the time up to which all that came was handled.
@@ -369,7 +369,7 @@ HELLO_S = 5.0  # from the connection to its first request, and from there to a w
 HURRY_S = 0.5  # the same, and from one request to the next, where descriptors are short: workers say hello at once
 STUCK_S = 5.0  # a worker that takes nothing for that long is cut, and an asker that takes next to nothing
 SWEEP_S = 1.0  # how often that is looked at
-SPARE_CONNECTIONS = 256  # beyond most_workers: those that reconnect before the old line was seen to end
+SPARE_CONNECTIONS = 256  # beyond max_workers: those that reconnect before the old connection was seen to end
 ODD_RETRY_S = 1.0  # a worker whose report had an odd number may be back with its next one
 EARLY_S = 0.001  # timers of some loops have a resolution of 1 ms and may come before their time
 
@@ -392,8 +392,8 @@ class ServerShell:
         self._unknown = UnknownLayouts(
             lambda layout: layout in self.machine.state.layouts, self.intake.put_back, patience_s=settings.lease_s / 4
         )
-        self._lines: dict[str, WorkerSocket] = {}
-        self._strangers = Strangers()
+        self._sockets: dict[str, WorkerSocket] = {}
+        self._unknown_clients = UnknownClients()
         self._opened = 0
         self._timer: asyncio.Handle | None = None
         self._timer_at = inf  # by the loop's clock; uvloop's handle of a timer that is due at once does not know it
@@ -419,11 +419,11 @@ class ServerShell:
         while self.machine.state.said:
             _log.warning("%s", self.machine.state.said.popleft())
         for sender, message in outbox:
-            line = self._lines.get(sender)
-            if line is not None:
-                line.post(message)
+            socket = self._sockets.get(sender)
+            if socket is not None:
+                socket.post(message)
                 if isinstance(message, Orders):
-                    self._log_grants(line, message)
+                    self._log_grants(socket, message)
         self._set_timer()
         self._answers.polls.note()
 
@@ -441,30 +441,30 @@ class ServerShell:
         self._timer = loop.call_later(max(0.0, delay_s), self._tick) if delay_s < 1e9 else None
         self._timer_at = at
 
-    def decide(self, line: WorkerSocket, message: ToServer, *, now: float, arrived: float) -> None:
+    def decide(self, socket: WorkerSocket, message: ToServer, *, now: float, arrived: float) -> None:
         """The intake's turn: what a worker has said is handled, a report once its layout is known."""
-        if isinstance(message, Report) and self._unknown.holds(line, message):
+        if isinstance(message, Report) and self._unknown.holds(socket, message):
             return
-        self._handle(line, message, now=now, arrived=arrived)
+        self._handle(socket, message, now=now, arrived=arrived)
         if isinstance(message, LayoutInfo):
             self._unknown.came(message.digest())
 
-    def _handle(self, line: WorkerSocket, message: ToServer, *, now: float, arrived: float) -> None:
+    def _handle(self, socket: WorkerSocket, message: ToServer, *, now: float, arrived: float) -> None:
         try:
-            self._deliver(self.machine.handle(message, sender=line.sender, now=now, arrived=arrived))
+            self._deliver(self.machine.handle(message, sender=socket.sender, now=now, arrived=arrived))
         except AssertionError as error:  # an invariant: this server stops, the next one starts from reports
             self._fail(error)
         except Exception as error:  # noqa: BLE001 - what this worker said is more than we understand: not to be repeated
-            _log.exception("%s said %.500r", line.name, message)
-            line.post(_malformed(f"{type(message).__name__} made no sense: {error!r}"))
+            _log.exception("%s said %.500r", socket.name, message)
+            socket.post(_malformed(f"{type(message).__name__} made no sense: {error!r}"))
 
-    def end(self, line: WorkerSocket, *, now: float) -> None:
-        """The intake's turn: a line has ended. What it said last counts, though its layout is unknown."""
-        held = self._unknown.take(line)
-        if held is not None and not line.is_refused:
-            self._handle(line, held, now=now, arrived=now)
+    def end(self, socket: WorkerSocket, *, now: float) -> None:
+        """The intake's turn: a connection has ended. Its last report counts, though its layout is unknown."""
+        held = self._unknown.take(socket)
+        if held is not None and not socket.is_refused:
+            self._handle(socket, held, now=now, arrived=now)
         try:
-            self._deliver(self.machine.disconnected(line.sender, now=now))
+            self._deliver(self.machine.disconnected(socket.sender, now=now))
         except Exception as error:  # noqa: BLE001 - our bug: this server stops, the next one starts from reports
             self._fail(error)
 
@@ -484,83 +484,87 @@ class ServerShell:
         self.failure = error
         self.on_failure.set()
 
-    def _log_grants(self, line: WorkerSocket, orders: Orders) -> None:
+    def _log_grants(self, socket: WorkerSocket, orders: Orders) -> None:
         for grant in orders.across or (orders.grant,):
-            if grant is not None and grant.ticket > line.logged_ticket:
-                _log.info("%s is to read version %d from %s: %s", line.name, grant.version, grant.source, grant.reason)
-                line.logged_ticket = grant.ticket
+            if grant is not None and grant.ticket > socket.logged_ticket:
+                _log.info(
+                    "%s is to read version %d from %s: %s", socket.name, grant.version, grant.source, grant.reason
+                )
+                socket.logged_ticket = grant.ticket
 
     # --- workers ------------------------------------------------------------------------------------------------------
 
     async def _session(self, request: web.Request) -> web.StreamResponse:
         if self._is_stopping:
             return web.Response(status=503, text="the server stops\n")
-        if len(self._lines) >= self.settings.most_workers + SPARE_CONNECTIONS:
-            oldest = next((each for each in self._lines.values() if not (each.has_said_hello or each.is_cut)), None)
+        if len(self._sockets) >= self.settings.max_workers + SPARE_CONNECTIONS:
+            oldest = next((each for each in self._sockets.values() if not (each.has_said_hello or each.is_cut)), None)
             if oldest is None:
                 return web.Response(status=507, text="no room for another connection\n")
             oldest.cut()
-        socket = web.WebSocketResponse(max_msg_size=MAX_LAYOUT_BYTES, compress=False, timeout=1.0)
+        websocket = web.WebSocketResponse(max_msg_size=MAX_LAYOUT_BYTES, compress=False, timeout=1.0)
         self._opened += 1
-        line = WorkerSocket(f"line-{self._opened}", socket, request)
-        stranger = Stranger(self._strangers, request, partial(line.post, _malformed("too much before any Hello")))
-        self._lines[line.sender] = line
+        socket = WorkerSocket(f"socket-{self._opened}", websocket, request)
+        unknown = UnknownClient(
+            self._unknown_clients, request, partial(socket.post, _malformed("too much before any Hello"))
+        )
+        self._sockets[socket.sender] = socket
         try:
-            if stranger.has_said_too_much:
+            if unknown.has_said_too_much:
                 return web.Response(status=413, text="too much before any answer\n", headers={"Connection": "close"})
-            await socket.prepare(request)
+            await websocket.prepare(request)
             self.accepted.release(request)
-            await self._converse(line, stranger)
+            await self._converse(socket, unknown)
         finally:
-            stranger.leave()
-            line.forget_failure()
+            unknown.leave()
+            socket.forget_failure()
             self.accepted.keep(request)  # until it has taken what it was sent last
-            del self._lines[line.sender]
-            if line.has_said_hello and not self._is_stopping:
-                self.intake.end(line)
-        return socket
+            del self._sockets[socket.sender]
+            if socket.has_said_hello and not self._is_stopping:
+                self.intake.end(socket)
+        return websocket
 
-    async def _converse(self, line: WorkerSocket, stranger: Stranger) -> None:
-        """Until the line ends. Not in a `TaskGroup`: before Python 3.13 that and what has cancelled it know each other,
-        and keep all that the line was sent until circles are looked for, which is seldom."""
-        writer = asyncio.create_task(line.write())
-        writer.add_done_callback(line.note_end)
+    async def _converse(self, socket: WorkerSocket, unknown: UnknownClient) -> None:
+        """Until the connection ends. Not in a `TaskGroup`: before Python 3.13 it and its cancellation refer to each
+        other, and keep all that was sent until the collector runs, which is seldom."""
+        writer = asyncio.create_task(socket.write())
+        writer.add_done_callback(socket.note_end)
         try:
-            await self._listen(line, stranger)
-            if line.is_refused:
+            await self._listen(socket, unknown)
+            if socket.is_refused:
                 await writer
         finally:
             writer.cancel()
 
-    async def _listen(self, line: WorkerSocket, stranger: Stranger) -> None:
-        """Hand on messages until the line ends."""
-        async for frame in line.socket:
-            line.heard_at = time.monotonic()
-            if line.is_refused:
+    async def _listen(self, socket: WorkerSocket, unknown: UnknownClient) -> None:
+        """Hand on messages until the connection ends."""
+        async for frame in socket.websocket:
+            socket.heard_at = time.monotonic()
+            if socket.is_refused:
                 continue  # the writer is about to close it
             if frame.type is WSMsgType.ERROR:
                 return  # too long, or no frame at all: aiohttp has said so and closes
             if frame.type is not WSMsgType.BINARY:
-                line.post(_malformed("a text frame"))
+                socket.post(_malformed("a text frame"))
                 continue
             try:
-                message = decode_to_server(frame.data, is_known=line.has_said_hello)
+                message = decode_to_server(frame.data, is_known=socket.has_said_hello)
             except Malformed as error:
-                line.post(_malformed(str(error), retry_s=ODD_RETRY_S if isinstance(error, OddNumber) else 0.0))
+                socket.post(_malformed(str(error), retry_s=ODD_RETRY_S if isinstance(error, OddNumber) else 0.0))
                 continue
-            refusal = self._why_refuse(line, message) if isinstance(message, Hello) else None
-            if refusal is None and not isinstance(message, Hello) and not line.has_said_hello:
+            refusal = self._why_refuse(socket, message) if isinstance(message, Hello) else None
+            if refusal is None and not isinstance(message, Hello) and not socket.has_said_hello:
                 refusal = _malformed(f"a {type(message).__name__} before any Hello")
             if refusal is not None:
-                line.post(refusal)
+                socket.post(refusal)
                 continue
-            if not line.has_said_hello:
-                line.has_said_hello = True
-                stranger.leave()
-            self.intake.put(line, message)
+            if not socket.has_said_hello:
+                socket.has_said_hello = True
+                unknown.leave()
+            self.intake.put(socket, message)
 
-    def _why_refuse(self, line: WorkerSocket, hello: Hello) -> Refusal | None:
-        if line.has_said_hello:
+    def _why_refuse(self, socket: WorkerSocket, hello: Hello) -> Refusal | None:
+        if socket.has_said_hello:
             return _malformed("a second Hello")
         if hello.protocol != PROTOCOL:
             text = f"this server speaks {PROTOCOL}, the worker speaks {hello.protocol[:40]!r}"
@@ -568,15 +572,15 @@ class ServerShell:
         if self._token and not hmac.compare_digest(hello.token.encode(), self._token):
             text = "the server has another token" if hello.token else "the server wants a token, and none was given"
             return Refusal("refused", text, OTHER_HOST)
-        if hello.token and not self._token:  # who has one believes that strangers are kept out
+        if hello.token and not self._token:  # its user believes that the token keeps other clients out
             text = "this worker has a token, and the server was started without one: it lets any client in"
             hint = "start the server without --insecure; or open with insecure=True (TENSORHUB_INSECURE=1)"
             return Refusal("refused", text, hint)
-        line.name = str(hello.worker)
+        socket.name = str(hello.worker)
         return None
 
     async def _sweep(self) -> None:
-        """Cut lines that have said no hello, say nothing any more, or take nothing; and who is no line, as strictly."""
+        """Cuts connections without a hello, silent ones, and ones that take nothing; also those of other clients."""
         descriptors = Descriptors()
         silent_s = max(3 * self.settings.lease_s, HELLO_S)
         now = time.monotonic()
@@ -587,10 +591,10 @@ class ServerShell:
                 continue  # this process stood still: what was sent to it meanwhile has not been read yet
             is_short = descriptors.look(now)
             hello_s = min(HELLO_S, HURRY_S) if is_short else HELLO_S
-            for line in list(self._lines.values()):
-                is_stranger = not line.has_said_hello and now - line.opened_at > hello_s
-                if is_stranger or now - line.heard_at > silent_s or now - line.sending_since > STUCK_S:
-                    line.cut()
+            for socket in list(self._sockets.values()):
+                is_late = not socket.has_said_hello and now - socket.opened_at > hello_s
+                if is_late or now - socket.heard_at > silent_s or now - socket.sending_since > STUCK_S:
+                    socket.cut()
             self.accepted.sweep(now, hello_s=hello_s, stuck_s=STUCK_S, idle_s=hello_s if is_short else inf)
 
     # --- questions ----------------------------------------------------------------------------------------------------
@@ -654,10 +658,10 @@ class ServerShell:
         self._is_stopping = True
         self._answers.polls.end()
         async with asyncio.TaskGroup() as group:
-            for line in list(self._lines.values()):
-                group.create_task(line.say_goodbye())
-        for line in self._lines.values():
-            line.cut()
+            for socket in list(self._sockets.values()):
+                group.create_task(socket.say_goodbye())
+        for socket in self._sockets.values():
+            socket.cut()
         self.accepted.abort_writing()
 
 

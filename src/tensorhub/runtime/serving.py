@@ -178,7 +178,7 @@ def run_server(
             host, port, settings=settings, token=token, insecure=insecure, names=names, fresh=fresh
         )
         _log.info("reference server at %s", server.address)
-        check_limit(raise_limit(), settings.most_workers + SPARE_CONNECTIONS)
+        check_limit(raise_limit(), settings.max_workers + SPARE_CONNECTIONS)
         if on_ready is not None:
             on_ready(server.address)
         await _either(stop, server.shell.on_failure)
@@ -307,7 +307,7 @@ class ServerThread:
 
     @property
     def token(self) -> str:
-        """That its workers are to show; empty: it is insecure."""
+        """The token that its workers have to show. Empty if it is insecure."""
         return self._life.token
 
     @property

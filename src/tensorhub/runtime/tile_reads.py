@@ -26,7 +26,7 @@ from ..protocol.layout import GlobalTensor
 from ..protocol.messages import Failure, Grant
 from ..protocol.names import Ticket, Version, WorkerId
 from ..reshard.copies import check_coverage
-from ..reshard.read import Across, Leg, Offer, TiledVersion, decoded, version_from
+from ..reshard.read import Across, Offer, TiledVersion, TileSink, decoded, version_from
 from ..transport.base import Read, Way
 from ..transport.threads import as_ours
 from ..worker.events import (
@@ -45,7 +45,7 @@ from ..worker.events import (
     StopPart,
 )
 from .config import Options
-from .content import MEASURE_EVERY_S, Content, Looking, Meter, Touch, Trusted, TrustedLeg, key_of
+from .content import MEASURE_EVERY_S, Content, Looking, Meter, Touch, Trusted, TrustedTileSink, key_of
 from .loops import in_thread
 from .questions import siblings
 
@@ -118,9 +118,9 @@ class Part:
         self.sink: Trusted | None = None  # of the read that is under way
         self.meter: Meter | None = None
         self.counted_bytes = 0
-        self.before_bytes = 0  # that came by earlier legs
+        self.before_bytes = 0  # that came by earlier tile sinks
         self.offer: Offer | None = None
-        self.legs = deque[Leg]()
+        self.tile_sinks = deque[TileSink]()
         self.told: Event | None = None
         self.is_stopped = False
         self.is_over = False
@@ -223,11 +223,11 @@ class Telling:
         )
 
 
-# One read of tiles, from one source of the same layout, or *across*: from several that are cut in another way.
+# One read of tiles: from one source with the same layout, or *across* layouts, from several sources.
 #
 #     looks      each source is asked what it is
 #     derives    the reader's manifest follows from theirs, in a thread; what is wrong is said before a byte moves
-#     reads      what is missing is planned over the living sources, and each brings its legs one after another
+#     reads      what is missing is planned over the living sources, and each brings its tile sinks one after another
 #
 # A *part* is what comes from one source. If it fails or is stopped, what it has not brought is planned over the
 # others, or waits for one more (`add`). Nothing here tells the machine anything while the machine calls it.
@@ -325,7 +325,7 @@ class TileReading(Telling):
 
     def _derived(self, live: Sequence[Part], tiled: TiledVersion | None, error: TensorHubError | None) -> None:
         if error is None and tiled is not None and not self.is_across and tiled.root() != self._grant.root:
-            text = f"{self._grant.source} has tensors that are cut in another way, under one and the same name"
+            text = f"{self._grant.source} has two layouts under one name"
             error = LayoutMismatch(text, hint="use one release of tensorhub on both sides")
         if self._is_done:
             return
@@ -373,7 +373,7 @@ class TileReading(Telling):
 
     @property
     def _lacks_one(self) -> bool:
-        """A shard of the cut that is read now is neither read nor has brought its share: one more source is to come."""
+        """A shard of the layout that is read has no source and has not brought its share: another source is to come."""
         shards = self.parts[max(self.parts)].grant.parts
         those = [part for part in self.parts.values() if part.grant.parts == shards]
         there = {part.grant.source.shard for part in those if part.has_brought or not (part.is_over or part.is_stopped)}
@@ -404,26 +404,30 @@ class TileReading(Telling):
     def _go_on(self, live: Sequence[Part]) -> None:
         """Every part brings what it is to bring; the rest is planned once it is known what each source is."""
         for part in live:
-            if part.read is None and part.legs:
-                self._read(part, TrustedLeg(part.legs[0], self._touch, is_cross_site=part.grant.is_cross_site))
+            if part.read is None and part.tile_sinks:
+                self._read(
+                    part, TrustedTileSink(part.tile_sinks[0], self._touch, is_cross_site=part.grant.is_cross_site)
+                )
         is_open, is_known = self._across.open > 0, all(part.offer is not None for part in live)
         if is_open and live and is_known and not self._thinks and not self._is_stuck:
             sources = [part.offer.source for part in live if part.offer is not None]
-            planning = in_thread(lambda: self._across.legs(sources), name="tiles")
-            self._think(planning, lambda legs, error: self._planned(live, legs, error))
+            planning = in_thread(lambda: self._across.tile_sinks(sources), name="tiles")
+            self._think(planning, lambda tile_sinks, error: self._planned(live, tile_sinks, error))
         if is_open or self._thinks:
             return
-        if self.content and self._across.missing == 0 and not any(part.read or part.legs for part in live):
+        if self.content and self._across.missing == 0 and not any(part.read or part.tile_sinks for part in live):
             self._think(self.content.noted(), self._noted)
             return
         for part in () if self._may_reopen else live:
-            if part.read is None and not part.legs and part.offer is not None and not self._is_done:
+            if part.read is None and not part.tile_sinks and part.offer is not None and not self._is_done:
                 self._part_over(part, brought=True)
 
     def _noted(self, _: object, error: TensorHubError | None) -> None:
         self._end_soon(complete=error is None, failure=self.data.failure(error) if error is not None else None)
 
-    def _planned(self, live: Sequence[Part], legs: Sequence[Leg] | None, error: TensorHubError | None) -> None:
+    def _planned(
+        self, live: Sequence[Part], tile_sinks: Sequence[TileSink] | None, error: TensorHubError | None
+    ) -> None:
         if isinstance(error, LayoutMismatch):  # of what is missing they do not have all
             self._is_stuck = all(part in live for part in self._live)  # until there is one more
             if not self._awaits_others(live):
@@ -431,15 +435,15 @@ class TileReading(Telling):
                 self._end_soon(complete=False, failure=self.data.failure(SourceLost(text)))
         elif error is not None:
             self._end_soon(complete=False, failure=self.data.failure(error))
-        for leg in legs or ():
-            part = live[leg.number]
+        for tile_sink in tile_sinks or ():
+            part = live[tile_sink.number]
             if part.is_over or part.is_stopped or self._is_done:
-                self._give_up(leg)
+                self._give_up(tile_sink)
             else:
-                part.legs.append(leg)
+                part.tile_sinks.append(tile_sink)
         self._advance()
 
-    def _read(self, part: Part, sink: Looking | TrustedLeg) -> None:
+    def _read(self, part: Part, sink: Looking | TrustedTileSink) -> None:
         """Begin on the best way that works, or go on with the next one."""
         try:
             part.ways = part.ways or self.data.routes.to(part.grant)
@@ -455,7 +459,7 @@ class TileReading(Telling):
             part.read = None
             self.loop.call_soon(self._handled, part, sink, error.with_traceback(None))
 
-    def _read_over(self, part: Part, sink: Looking | TrustedLeg, error: TensorHubError | None) -> None:
+    def _read_over(self, part: Part, sink: Looking | TrustedTileSink, error: TensorHubError | None) -> None:
         """In the loop, after the last byte of one read of a part."""
         if part.sink is not sink or part.read is None:
             return
@@ -473,10 +477,10 @@ class TileReading(Telling):
             return
         self._handled(part, sink, error)
 
-    def _handled(self, part: Part, sink: Looking | TrustedLeg, error: TensorHubError | None) -> None:
+    def _handled(self, part: Part, sink: Looking | TrustedTileSink, error: TensorHubError | None) -> None:
         part.sink, part.ways = None, []
-        if isinstance(sink, TrustedLeg):
-            self._leg_over(part, sink.leg, error)
+        if isinstance(sink, TrustedTileSink):
+            self._tile_sink_over(part, sink.tile_sink, error)
         elif self._is_done:
             self._advance()
         elif isinstance(error, SessionLost) and not part.is_stopped:
@@ -484,14 +488,14 @@ class TileReading(Telling):
         else:
             self._looked(part, sink, error)
 
-    def _leg_over(self, part: Part, leg: Leg, error: TensorHubError | None) -> None:
-        if part.legs and part.legs[0] is leg:
-            part.legs.popleft()
-        left = self._give_up(leg)
+    def _tile_sink_over(self, part: Part, tile_sink: TileSink, error: TensorHubError | None) -> None:
+        if part.tile_sinks and part.tile_sinks[0] is tile_sink:
+            part.tile_sinks.popleft()
+        left = self._give_up(tile_sink)
         if self._is_done:
             self._advance()
         elif part.is_stopped:
-            self._stopped(part, brought=not left and not part.legs)
+            self._stopped(part, brought=not left and not part.tile_sinks)
         elif isinstance(error, SessionLost):
             self._lose()
         elif isinstance(error, OUR_OWN):
@@ -501,10 +505,10 @@ class TileReading(Telling):
         else:
             self._advance()
 
-    def _give_up(self, leg: Leg) -> int:
+    def _give_up(self, tile_sink: TileSink) -> int:
         """What it has not brought is missing again. Returns how much that is."""
         try:
-            return self._across.ended(leg)
+            return self._across.ended(tile_sink)
         except TensorHubError:  # the content was given up, and is never filled any more
             return 1
 
@@ -521,8 +525,8 @@ class TileReading(Telling):
     def _part_over(self, part: Part, *, brought: bool = False, failure: Failure | None = None) -> None:
         if self._is_done or part.is_over:
             return
-        while part.legs:
-            self._give_up(part.legs.popleft())
+        while part.tile_sinks:
+            self._give_up(part.tile_sinks.popleft())
         part.is_over, part.has_brought = True, brought
         if not self.is_across:
             if not brought:
@@ -556,8 +560,8 @@ class TileReading(Telling):
         if self.state is State.OVER:
             return
         for part in self._live:
-            while part.legs:
-                self._give_up(part.legs.popleft())
+            while part.tile_sinks:
+                self._give_up(part.tile_sinks.popleft())
         if self._ending[0] and not self._touch.is_touched:  # there was no byte to write: it is there all the same
             self._touched()
         self.let_go()
@@ -714,7 +718,7 @@ class TilePlane:
         self.data.call_soon(then)
 
     def forget(self, ticket: Ticket) -> None:
-        """That read is over."""
+        """The read has ended."""
         if self.reading is not None and self.reading.ticket == ticket:
             self.reading = None
             taken, self._taken, copies = self._taken, None, self.data.copies

@@ -48,17 +48,17 @@ def why_refuse(state: State, hello: Hello, report: Report | None = None) -> Refu
         text = f"shard {hello.shard} of {hello.shards}: shards count from 0, up to {MAX_SHARDS} of them"
         return Refusal("usage", text)
     model, member = state.models.get(hello.model), state.members.get(hello.worker)
-    if model is None and len(state.models) >= state.settings.most_models and state.model_to_forget() is None:
-        retry_s = _retry_s(state.settings.lease_s) if state.left else 0.0
-        return Refusal("refused", f"{len(state.models)} models is the most here", "raise most_models", retry_s=retry_s)
+    if model is None and len(state.models) >= state.settings.max_models and state.model_to_forget() is None:
+        retry_s = _retry_s(state.settings.lease_s) if state.empty_models else 0.0
+        return Refusal("refused", f"{len(state.models)} models is the most here", "raise max_models", retry_s=retry_s)
     replica = model.replicas.get(hello.replica) if model is not None else None
     is_other = replica is not None and replica.shards != hello.shards
     if model is not None and replica is not None and is_other and not _may_give_way(state, model, replica, report):
         return _of_another_count(state, replica, hello)
     if member is not None and member.hello.life != hello.life:
         return taken(state, member)
-    if report is not None and len(state.members) >= state.settings.most_workers:
-        return Refusal("refused", f"{len(state.members)} workers is the most here", "raise most_workers")
+    if report is not None and len(state.members) >= state.settings.max_workers:
+        return Refusal("refused", f"{len(state.members)} workers is the most here", "raise max_workers")
     return None
 
 
@@ -302,7 +302,7 @@ def _some(names: Sequence[str]) -> str:
 #
 # A restarted server would know of it from no report.
 #
-# A worker that has lived before and is not on the roll is a *stranger*: a former life may have let others read from
+# A worker that has lived before and is *off the roll*: a former life may have let others read from
 # it of which no other worker has heard (see `sessions`).
 
 
@@ -315,9 +315,9 @@ def is_asked(model: Model, member: Member) -> bool:
     return member.asked > model.roll.upto
 
 
-def is_strange(state: State, member: Member) -> bool:
+def may_have_unknown_readers(state: State, member: Member) -> bool:
     """A former life may have granted reads from it of which no other worker has heard."""
-    return member.is_stranger and state.is_recovering
+    return member.is_off_roll and state.is_recovering
 
 
 def is_whole(state: State, model: Model, replica: Replica) -> bool:
@@ -362,7 +362,12 @@ def _asked_for_s(state: State, model: Model, other: Member) -> float:
 
 def _ask(state: State, member: Member, other: Member) -> bool:
     """Have the other one say that it has heard of the member. False: it would not."""
-    if other is member or not facts.is_here(state, other) or other.report.closing or is_strange(state, other):
+    if (
+        other is member
+        or not facts.is_here(state, other)
+        or other.report.closing
+        or may_have_unknown_readers(state, other)
+    ):
         return False
     if other.asked < member.session:
         since = other.asked_since if is_asked(state.models[member.hello.model], other) else state.now

@@ -10,14 +10,14 @@ from .reads import Drained
 from .state import State
 from .versions import Model, VersionRecord
 
-# --- Which line each worker is of, and what follows when that changes: called when a report names another layout.
+# --- The layout key of each worker, and what follows when it changes: called when a report names another layout.
 
 
 MAX_PUBLISHERS = 8  # replicas that publish one version: where more workers are relied on, some are no publishers
 
 
 def note_layout_key(state: State, member: Member) -> None:
-    """What it has registered is not what it was: it may belong to another line, and its replica to another cut."""
+    """The worker has registered other tensors: its layout key, and its replica's layout set, may change."""
     model, replica = state.place(member)
     key = member.layout_key.of(member.report.layout)
     if key != member.layout_key:
@@ -40,7 +40,7 @@ def note_layout_key(state: State, member: Member) -> None:
 
 
 def note_filled(state: State, model: Model, replica: Replica) -> None:
-    """All of its shards have the same version: so what they have registered is all of the model."""
+    """All of its shards have the same version, which proves that they have registered all of the model."""
     keys = _layout_keys_of(state, replica)
     if keys is not None and keys != replica.layout_set:
         note_layout_set(model, replica, keys)
@@ -48,7 +48,7 @@ def note_filled(state: State, model: Model, replica: Replica) -> None:
 
 
 def note_layout_set(model: Model, replica: Replica, keys: LayoutSet) -> None:
-    """Its shards are of that cut."""
+    """The shards of the replica have these layout keys."""
     replica.layout_set = keys
     model.note_layout_set(keys)
 
@@ -66,7 +66,7 @@ def _is_mixture(before: LayoutSet | None, keys: LayoutSet) -> bool:
 
 
 def note_company(state: State, model: Model, key: LayoutKey) -> None:
-    """The only reliable worker of a line will not be, or is now: what it has to copy ahead may be something else."""
+    """The key's only reliable worker gets company, or loses it: it may have to copy other versions ahead."""
     reliable = model.reliable.get(key, {})
     member = state.members.get(next(iter(reliable))) if len(reliable) == 1 else None
     if member is not None and (member.content.copies or member.report.copies_left):
@@ -74,7 +74,7 @@ def note_company(state: State, model: Model, key: LayoutKey) -> None:
 
 
 def note_leaver(model: Model, key: LayoutKey) -> None:
-    """A worker of the line leaves. If it was the last that one relied on, what spot workers have may be enough now."""
+    """A worker with that key leaves. If it was the last reliable one, copies on spot workers may be enough now."""
     reliable = [worker for worker in model.reliable.get(key, {}) if worker not in model.closing]
     if len(reliable) > MAX_PUBLISHERS:
         return

@@ -340,7 +340,7 @@ def _advance_publish(state: State, model: Model, replica: Replica, call: GroupCa
         call.waiting = waiting
         return
     if len({call.grids.get(shard) for shard in call.arrived}) > 1:
-        text = f"the shards of {replica.name} have cut {call} into different tiles: layouts have come or gone meanwhile"
+        text = f"the shards of {replica.name} divided {call} into different tiles: layouts have come or gone meanwhile"
         call.fail(Failure("group-incomplete", text, "publish again on all shards"))
         return
     version = Version(int(call.spec))
@@ -505,7 +505,7 @@ def _can_serve(state: State, worker: WorkerId, version: Version) -> bool:
 
 
 def _absent_key(state: State, model: Model, replica: Replica, record: VersionRecord) -> LayoutKey | None:
-    """A layout key of the version that no staying worker holds whole."""
+    """A layout key of the version that no worker holds whole without withdrawing it."""
     for shard in range(replica.shards):
         mine = state.members.get(replica.members[Shard(shard)]) if Shard(shard) in replica.members else None
         key = mine.layout_key if mine is not None else LayoutKey(replica.shards, Shard(shard))
@@ -516,7 +516,7 @@ def _absent_key(state: State, model: Model, replica: Replica, record: VersionRec
 
 
 def _can_serve_across(state: State, model: Model, record: VersionRecord, key: LayoutKey) -> bool:
-    """Staying workers hold all keys of another layout."""
+    """Workers that do not withdraw hold all keys of another layout."""
     if not layouts.can_cross(record, key):
         return False
     for layout_set in layouts.readable_layout_sets(model, record, key):
@@ -544,7 +544,7 @@ def _unavailable(state: State, model: Model, record: VersionRecord, key: LayoutK
 
 
 def _has_arrived(member: Member, version: Version) -> bool:
-    """This shard has what the call is about."""
+    """The shard has the version of its call."""
     return isinstance(member.content.buffer, Holding) and member.content.held == version
 
 
@@ -556,7 +556,7 @@ def _why_hopeless(state: State, model: Model, record: VersionRecord, member: Mem
     failures, told = member.report.failures, member.report.across
     is_of_it = told is not None and told.version == record.version
     if told is not None and is_of_it and told.root and record.roots.get(member.layout_key) not in (None, told.root):
-        text = f"what {member.worker} would get as version {record.version} out of another cut is not what others got"
+        text = f"{member.worker} would get other content as version {record.version} than other workers have got"
         return Failure("version-conflict", text, "was the version published twice, with different content?")
     if failures and (failures[-1].code in HOPELESS or _has_failed_enough(state, model, record, member)):
         return _failed(record, member, failures[-1])
@@ -566,7 +566,7 @@ def _why_hopeless(state: State, model: Model, record: VersionRecord, member: Mem
         return None
     if model.is_lost(record):
         return model.loss(record)
-    given_up = [worker for worker, avoided in member.avoided.items() if avoided.is_for_good]
+    given_up = [worker for worker, failed in member.failed_sources.items() if failed.is_for_good]
     if not given_up or _has_hope(state, model, record, member):
         return None
     if failures and not any(worker in record.refused for worker in given_up):
@@ -583,12 +583,12 @@ def _failed(record: VersionRecord, member: Member, last: TicketFailure) -> Failu
 
 
 def _has_failed_enough(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
-    is_enough = member.failures > state.settings.most_failures
+    is_enough = member.failures > state.settings.max_failures
     return is_enough and not _has_hope(state, model, record, member, is_last=True)
 
 
 def _has_hope(state: State, model: Model, record: VersionRecord, member: Member, *, is_last: bool = False) -> bool:
-    """The version may still come: each line of its own or of another cut has a worker that has or gets all of it."""
+    """The version may still come: its own key, or every key of another layout set, has a worker that gets all of it."""
 
     def may_come(key: LayoutKey) -> bool:
         holders = record.holders.get(key, {})
@@ -608,10 +608,10 @@ def _may_bring(state: State, record: VersionRecord, member: Member, worker: Work
     `is_last`: the member has failed so often that it tries only those that live, and few times each.
     """
     for _ in range(selection.MAX_HOPS):
-        source, avoided = state.members.get(worker), member.avoided.get(worker)
-        if source is None or source is member or (avoided is not None and avoided.is_for_good):
+        source, failed = state.members.get(worker), member.failed_sources.get(worker)
+        if source is None or source is member or (failed is not None and failed.is_for_good):
             return False
-        if is_last and avoided is not None and (avoided.times >= TRIES or not facts.is_here(state, source)):
+        if is_last and failed is not None and (failed.times >= TRIES or not facts.is_here(state, source)):
             return False
         if facts.is_full_source(state, source, record.version):
             return True
@@ -619,7 +619,7 @@ def _may_bring(state: State, record: VersionRecord, member: Member, worker: Work
         if (
             not above
             or across.is_short(state, source)
-            or any(each in member.avoided and member.avoided[each].is_for_good for each in above)
+            or any(each in member.failed_sources and member.failed_sources[each].is_for_good for each in above)
         ):
             return False
         worker = above[0]

@@ -28,8 +28,8 @@ from .members import (
     NEWS,
     SERVICE,
     WHOLE,
-    Avoided,
     Content,
+    FailedSource,
     LayoutKey,
     Member,
     OpenRead,
@@ -54,7 +54,7 @@ def take_across(state: State, member: Member, across: Across | None) -> None:
         and (crossing.version, crossing.to_host) == (across.version, across.to_host)
     )
     if crossing is not None and not is_of_plan:
-        crossing.done.clear()  # whatever it reads next across needs every line of the cut anew
+        crossing.done.clear()  # the next read across layouts needs every key of its layout set anew
     if across is None:
         return
     if state.is_recovering:
@@ -79,7 +79,7 @@ def take_across(state: State, member: Member, across: Across | None) -> None:
 
 
 def _adopt(state: State, member: Member, across: Across) -> None:
-    """A server before this one has granted it. Out of which cut is not known: the parts are given anew in time."""
+    """A server before this one has granted it. Its layout set is not known: the parts are granted anew in time."""
     current = state.reads.current.get(member.worker)
     if current is not None and current.part is None:
         return
@@ -99,7 +99,7 @@ def _adopt(state: State, member: Member, across: Across) -> None:
 
 
 def _bind(state: State, member: Member, across: Across) -> None:
-    """The first of a line to read across says what the version is in that line. All others have to say the same."""
+    """The first reader across layouts names the root for its layout key. Other readers have to name the same."""
     model, key = state.models[member.hello.model], member.layout_key
     record = model.record(across.version)
     known = record.roots.get(key)
@@ -113,8 +113,8 @@ def _bind(state: State, member: Member, across: Across) -> None:
         return
     state.counters["conflicting_holders"] += 1
     for part in across.parts:
-        avoided = member.avoided.setdefault(part.source, Avoided(0.0, 0))
-        avoided.until = max(avoided.until, state.now + state.settings.leave_s)
+        failed = member.failed_sources.setdefault(part.source, FailedSource(0.0, 0))
+        failed.until = max(failed.until, state.now + state.settings.leave_s)
 
 
 # --- Which of two workers to believe where they differ: the one with a receipt, of this life of the server or
@@ -217,7 +217,7 @@ def accepts(
         return False
     elif key not in record.proved and record.roots.get(key, root) != root:
         if not published and not record.claims and _is_half_only(record, key):
-            record.roots[key], record.layouts[key] = root, layout  # its reader had it from somebody who had it all
+            record.roots[key], record.layouts[key] = root, layout  # its reader had it from a worker that had all of it
             record.disputed[key] = None
         elif _is_gone(state, record, member, key):
             del record.roots[key], record.layouts[key]
@@ -265,7 +265,7 @@ def _may_count(
 def _is_left_over(record: VersionRecord, member: Member) -> bool:
     """It was published there, and another replica is known to have published the version: the publish never finished.
 
-    Who has finished one has a receipt, or another shard of its replica has.
+    A replica that has finished its publish has a receipt on one of its shards.
     """
     own = member.hello.replica
     return bool(record.named) and own not in record.named and own not in record.claims
@@ -277,7 +277,7 @@ def _is_of_another_try(record: VersionRecord, member: Member, key: LayoutKey, ro
 
 
 def _is_other_than_taken(record: VersionRecord, key: LayoutKey, root: Digest) -> bool:
-    """This server took something else for that shard, and somebody has some of that version yet."""
+    """The server has taken other content for that shard, and some worker still has it."""
     taken = record.taken
     if taken is None or key in record.proved or taken.roots.get(key, root) == root:
         return False
@@ -285,7 +285,7 @@ def _is_other_than_taken(record: VersionRecord, key: LayoutKey, root: Digest) ->
 
 
 def _is_beside_another(state: State, model: Model, record: VersionRecord, member: Member, key: LayoutKey) -> bool:
-    """It is half of a publish, as far as is known, beside half of another one, and nobody else has that line."""
+    """It seems to be half of a publish beside half of another publish, and no other worker has that key."""
     own = member.hello.replica
     if any(own in those for those in (record.named, record.accepted, _takers(record))):
         return False
@@ -304,7 +304,7 @@ def _takers(record: VersionRecord) -> tuple[ReplicaName, ...]:
 
 
 def _is_half_only(record: VersionRecord, key: LayoutKey) -> bool:
-    """Nobody has that line but who has published it, and it is not known whether any of them to the end."""
+    """Only publishers hold that key, and no publish of it is known to have finished."""
     holders = record.whole.get(key, {})
     known = *_takers(record), *record.accepted
     are_halves = all(each.replica in record.publishers and each.replica not in known for each in holders)
@@ -314,7 +314,7 @@ def _is_half_only(record: VersionRecord, key: LayoutKey) -> bool:
 def may_be_whole_yet(model: Model, replica: Replica, member: Member, version: Version, key: LayoutKey) -> bool:
     """What the replica has published may turn out to be the version: a shard is away, or on its way to it.
 
-    As long as nothing is known of that line but what others have published, and the worker does not want to leave.
+    Only while nothing else is known of that key, and the worker is not closing.
     """
     record, call = model.record(version), replica.call
     if member.report.closing or (record.named and replica.name not in record.named):
@@ -343,7 +343,7 @@ def take_whole(state: State, model: Model, replica: Replica, member: Member, ver
     if any(accepted.get(key, root) != root for key, (root, _) in made.items()):
         return False  # a shard has it of another try
     if record.taken is not None and record.taken.publisher != name and any(record.whole.values()):
-        return False  # whoever was first
+        return False  # another replica was first
     if any(_is_other_than_taken(record, key, root) for key, (root, _) in made.items()):
         return False  # a shard has it of another try
     record.taken = Taken(name, {key: root for key, (root, _) in made.items()})
@@ -359,7 +359,7 @@ def take_whole(state: State, model: Model, replica: Replica, member: Member, ver
 
 
 def _made_by(state: State, replica: Replica, version: Version) -> dict[LayoutKey, tuple[Digest, Digest]] | None:
-    """By line: (root, layout) of what each shard says that it has published, and does not give up. None: not all do."""
+    """By layout key: (root, layout) of what each shard has published and keeps. None: some shard does not."""
     found: dict[LayoutKey, tuple[Digest, Digest]] = {}
     for shard in range(replica.shards):
         member = state.members.get(replica.members[Shard(shard)]) if Shard(shard) in replica.members else None
@@ -375,14 +375,14 @@ def _published_by(member: Member, version: Version) -> Digest | None:
     if isinstance(buffer, (Holding, Withdrawing)) and buffer.version == version and buffer.published:
         return buffer.root if isinstance(buffer, Holding) or not member.may_drop else None
     for copy in report.copies:
-        is_kept = copy.whole and not copy.leaving and copy.number not in member.releasing
+        is_kept = copy.whole and not copy.dropping and copy.number not in member.releasing
         if copy.version == version and copy.published and is_kept and copy.layout in (NO_LAYOUT, report.layout):
             return copy.root
     return None
 
 
 def _has_another(state: State, record: VersionRecord, member: Member, key: LayoutKey) -> bool:
-    """Somebody else has what the version is taken for, or reads that. Others may be filling with what it really is."""
+    """Another worker holds the content that the version is taken for, or reads it."""
     mine = [one for one in (member.report.buffer, *member.report.copies) if isinstance(one, (*WHOLE, HostCopy))]
     if len({(one.root, one.published) for one in mine if one.version == record.version}) > 1:
         return True  # it says two things of it, and may count by the other one
@@ -393,7 +393,7 @@ def _has_another(state: State, record: VersionRecord, member: Member, key: Layou
 
 
 def _is_gone(state: State, record: VersionRecord, member: Member, key: LayoutKey) -> bool:
-    """Whoever had, got or published that content is gone."""
+    """No worker that held, read or published that content is left."""
     return not record.claims and not _has_another(state, record, member, key)
 
 
@@ -459,7 +459,7 @@ def take_content(state: State, model: Model, replica: Replica, member: Member, b
     """What the worker has in its buffer and beside it, as far as that is the content of its version."""
     report = member.report
     if (
-        member.worker in model.roll.doubted
+        member.worker in model.roll.undecided
         or report.receipts != before.receipts
         or content_beside(report) != content_beside(before)
     ):
@@ -493,7 +493,7 @@ def judge_content(
     `above` were judged anew because of each other. Workers that contradict themselves would go on without an end.
     """
     report, former = member.report, member.content
-    model.roll.doubted.pop(member.worker, None)
+    model.roll.undecided.pop(member.worker, None)
     is_news = take_era(state, model, report)
     if report.newest is not None and believes_newest(state, model, report):
         is_news = model.note_exists(report.newest)
@@ -517,17 +517,17 @@ def judge_content(
             member.rested_at = state.now + retention.REST_S
             state.members.wake(member, member.rested_at)
     for copy in copies:
-        if copy.published and copy.whole and not copy.leaving:  # else it may be of other content
+        if copy.published and copy.whole and not copy.dropping:  # else it may be of other content
             model.record(copy.version).publishers[replica.name] = None
     for version in content.versions:
         for group, other in holders_in_dispute(state, model, version):
             if above.count(other.worker) < MAX_JUDGED:
                 judge_content(state, model, group, other, other.report, (*above, other.worker))
             state.mark_dirty(other.worker)
-    is_wished = _take_pins(state, model, member, before)
+    has_new_pins = _take_pins(state, model, member, before)
     if report.cross_site_bytes:
         _count_cross_site(model, member, before)
-    if is_wished:
+    if has_new_pins:
         state.mark_everyone_dirty(model)
     if is_news:
         state.mark_waiting_dirty(model, NEWS)
@@ -536,12 +536,12 @@ def judge_content(
         concerned = {**former.places, **content.places}
         state.mark_concerned_dirty(model, concerned)
         if not isinstance(buffer, Holding) or copies or former.copies:
-            state.mark_readers_dirty(member.worker)  # whoever reads from its buffer stays once that is whole
-        alone = [place for place in concerned if not model.staying.has_other(member.worker, place)]
+            state.mark_readers_dirty(member.worker)  # a reader of its buffer may stay once that is whole
+        alone = [place for place in concerned if not model.buffer_holders.has_other(member.worker, place)]
         if any(model.look_up(version).exists for version, _ in alone):
             state.mark_waiting_dirty(model, SERVICE)
         if model.closing:
-            state.mark_everyone_dirty(model)  # one of them may be the heir
+            state.mark_everyone_dirty(model)  # one of them may be chosen for a handover
 
 
 def content_beside(report: Report) -> tuple[object, ...]:
@@ -576,21 +576,21 @@ def _may_be_right(model: Model, member: Member, version: Version, key: LayoutKey
     """While a restarted server hears who lives, it may still hear of a proof: it judges what differs when that is over.
 
     So it is with half of a publish beside half of another one, as long as the rest of it may come. Until then that
-    counts as no content at all, and nobody is told: what a worker was told cannot be taken back.
+    counts as no content, and no worker is told: an order cannot be taken back.
     """
     if key in model.record(version).proved:
         return False
     replica = model.replicas[member.hello.replica]
     if model.roll.is_over and not (published and may_be_whole_yet(model, replica, member, version, key)):
         return False
-    model.roll.doubted[member.worker] = None
+    model.roll.undecided[member.worker] = None
     return True
 
 
 def judge_doubted(state: State, model: Model) -> None:
     """The roll call is over: what differed from what was heard before it is judged by what is known now."""
-    doubted, model.roll.doubted = model.roll.doubted, {}
-    for worker in doubted:
+    undecided, model.roll.undecided = model.roll.undecided, {}
+    for worker in undecided:
         member = state.members.get(worker)
         if member is not None:
             judge_content(state, model, model.replicas[member.hello.replica], member, member.report)
@@ -621,7 +621,7 @@ def _judged_copies(state: State, model: Model, member: Member) -> tuple[HostCopy
     for copy in member.report.copies[:MAX_COPIES]:
         if copy.number in member.releasing and copy.number in unfinished:
             copy = replace(copy, whole=False)
-        if copy.whole and not copy.leaving:
+        if copy.whole and not copy.dropping:
             about = copy.version, copy.root, copy.layout
             if accepts(state, model, member, *about, published=copy.published):
                 model.note_exists(copy.version)

@@ -48,7 +48,7 @@ class GroupCall:
     version: Version | None = None
     arrived: dict[Shard, Digest] = field(default_factory=dict)  # the root that a publish brought, else ""
     since: dict[Shard, int] = field(default_factory=dict)  # the last number that had been given out when it arrived
-    grids: dict[Shard, Digest] = field(default_factory=dict)  # of the tiles that each shard of a publish has cut
+    grids: dict[Shard, Digest] = field(default_factory=dict)  # of the tiles of each shard of a publish
     pending: dict[Shard, Digest] = field(default_factory=dict)  # the same, of shards that were put there
     differing: dict[Shard, str] = field(
         default_factory=dict
@@ -108,7 +108,7 @@ class GroupCall:
             self.differing, self.pending = {}, {}
 
     def leave(self, shard: Shard, text: str, seen: int) -> None:
-        """That shard is past it, and has heard numbers up to `seen`.
+        """The shard is past this call, and has heard numbers up to `seen`.
 
         If it was never here, the others have come to a position that was over; so have shards that came after all that
         it had heard.
@@ -183,7 +183,7 @@ class Replica:
         call.leave(shard, text, seen)
 
     def note_bereft(self, shard: Shard, by: Shard, reported: CallReport, missed: Failure) -> None:
-        """That shard was in this call when another could not make its own: it hears so, and does not go on later."""
+        """The shard was in this call when another shard could not make it: it is told, and does not go on later."""
         call = self.find(reported.number)
         if reported.number <= self.ended and (call is None or self._is_late(shard, call, reported)):
             what = call_text(reported.verb, reported.spec, reported.claim, waits=reported.waits)

@@ -13,8 +13,7 @@ from .members import LayoutKey, LayoutSet, Member
 from .state import State
 from .versions import Model, VersionRecord
 
-# --- Whether a version can be read into what a worker has registered: by its own line, or out of a cut of another
-# kind.
+# --- Whether a version can be read into the tensors of a worker: with its own layout key, or across layouts.
 
 
 def may_fit(model: Model, record: VersionRecord, member: Member) -> bool:
@@ -35,19 +34,19 @@ def can_cross(record: VersionRecord, key: LayoutKey) -> bool:
 
 
 def is_readable(record: VersionRecord, key: LayoutKey) -> bool:
-    """Other cuts can be filled from that line of the version."""
+    """Workers with another layout can read this shard of the version."""
     return key.is_boxed and is_tiled(record.roots.get(key, Digest("")))
 
 
 def readable_layout_sets(model: Model, record: VersionRecord, key: LayoutKey) -> Iterator[LayoutSet]:
-    """The other cuts in which all of the version is, as far as is known, and out of which it can be read."""
+    """The other layout sets that hold all of the version, as far as is known, and can be read."""
     for layout_set in coming_layout_sets(model, record, key):
         if all(is_readable(record, each) and record.whole.get(each) for each in layout_set):
             yield layout_set
 
 
 def coming_layout_sets(model: Model, record: VersionRecord, key: LayoutKey) -> Iterator[LayoutSet]:
-    """The other cuts out of which it can be read as soon as all of the version is there."""
+    """The other layout sets that can be read once they hold all of the version."""
     for layout_set in model.layout_sets:
         if key in layout_set or len(layout_set) > MAX_PARTS:
             continue
@@ -56,7 +55,7 @@ def coming_layout_sets(model: Model, record: VersionRecord, key: LayoutKey) -> I
 
 
 def _is_of_its_layout_set(model: Model, record: VersionRecord, key: LayoutKey) -> bool:
-    """The version is known in a cut with that line, though perhaps not all of it is."""
+    """Some shard of a layout set with that key is known for the version."""
     return any(
         key in layout_set and any(other in record.roots for other in layout_set)
         for layout_set in model.known_layout_sets()
@@ -81,11 +80,11 @@ def why_unreadable(state: State, model: Model, record: VersionRecord, member: Me
     its = key if key in layouts else next((each for each in layouts if each[:2] == key[:2]), None)
     difference = _difference(state, record, member, layouts[its]) if its is not None else None
     if difference is None and key.is_boxed:
-        text = f"{name} has no digests of tiles, and {member.worker} is cut in another way"
+        text = f"{name} has no digests of tiles, and {member.worker} has another layout"
         return Failure("layout-mismatch", text, "publish it with boxes too, or register the same tensors as there")
     if difference is None and its is None:
-        others = sorted({each.shards for each in record.roots})
-        text = f"{member.worker} was opened with shards={key.shards}, {name} is cut in {', '.join(map(str, others))}"
+        others = ", ".join(map(str, sorted({each.shards for each in record.roots})))
+        text = f"{member.worker} was opened with shards={key.shards}, {name} was published with shards={others}"
         hint = "open as many shards on both sides, or say with boxes what each of them has"
         return Failure("layout-mismatch", text, hint)
     if difference is None:
@@ -116,7 +115,7 @@ def _why_only_with_boxes(record: VersionRecord, member: Member) -> Failure | Non
 
 
 def _why_too_wide(model: Model, record: VersionRecord, member: Member) -> Failure | None:
-    """It could be read across if it were cut in fewer shards. (Workers with its layout have it from elsewhere.)"""
+    """The version has too many shards to be read across layouts. (Workers with its layout can read it.)"""
     key = member.layout_key
     if not key.is_boxed or key in record.layouts or not can_cross(record, key):
         return None
@@ -127,8 +126,8 @@ def _why_too_wide(model: Model, record: VersionRecord, member: Member) -> Failur
     ]
     if not layout_sets or any(len(layout_set) <= MAX_PARTS for layout_set in layout_sets):
         return None
-    text = f"version {record.version} of {model.name} is cut in {min(map(len, layout_sets))} shards, and"
-    text = f"{text} {member.worker} in another way: no read is made out of more than {MAX_PARTS} shards at once"
+    text = f"version {record.version} of {model.name} has {min(map(len, layout_sets))} shards, and"
+    text = f"{text} {member.worker} has another layout: one read takes at most {MAX_PARTS} shards"
     return Failure("layout-mismatch", text, "publish it from fewer ranks, each with more of it")
 
 
@@ -203,7 +202,7 @@ def is_kept_by_spot(state: State, record: VersionRecord, key: LayoutKey) -> bool
     return False
 
 
-# --- The layouts of the living replicas of a model. A publisher cuts its tiles for all of them.
+# --- The layouts of the living replicas of a model. A publisher divides its tensors into tiles for all of them.
 
 
 def cuts_of(state: State, name: ModelName, asker: ReplicaName | None = None) -> CutsView:

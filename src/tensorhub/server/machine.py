@@ -178,7 +178,7 @@ class Server:
             refusal = admission.why_refuse(state, hello, report)
             if refusal is None and sender in state.spent:
                 model = state.models.get(hello.model)
-                if model is not None and report.leaving:  # it has left, and did not hear that
+                if model is not None and report.left:  # it has left, and did not hear that
                     gone = Member(hello, sender, report.session, state.now, report=report)
                     return self._orders(model, gone, Told(ceiling=state.numbers.ceiling)), None
                 refusal = admission.spent(hello)
@@ -192,7 +192,7 @@ class Server:
         sessions.take_report(state, member, report, arrived)
         if not is_progress:
             state.to_advance[member.worker.model, member.worker.replica] = None
-        if report.leaving:
+        if report.left:
             model = state.models[hello.model]
             sessions.end(state, member, "left")
             return self._orders(model, member, Told(ceiling=state.numbers.ceiling)), None

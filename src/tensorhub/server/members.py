@@ -26,7 +26,7 @@ from ..protocol.messages import (
 from ..protocol.names import Digest, Number, Shard, Ticket, Version, WorkerId, is_boxed
 from ..protocol.settings import Settings
 
-# --- Layouts. A `LayoutKey` says how the shard of a worker is cut; a `LayoutSet` is the keys of one whole replica.
+# --- Layouts. A `LayoutKey` names a shard and its layout; a `LayoutSet` is the keys of one whole replica.
 #
 # All workers with one key have the same bytes of a version, chunk by chunk, and read from each other. A layout with
 # boxes is its own key; without boxes the key is the shard's number among so many. A version may be held in several
@@ -34,24 +34,24 @@ from ..protocol.settings import Settings
 
 
 class LayoutKey(NamedTuple):
-    """One shard of so many, cut in one way. `layout` is that of a shard with boxes, and empty for any other."""
+    """One shard of `shards`, in one layout. `layout` is empty for a shard without boxes."""
 
     shards: int
     shard: Shard
     layout: Digest = Digest("")
 
     def of(self, layout: Digest) -> "LayoutKey":
-        """The line of the same shard, laid out like that."""
+        """The key of the same shard with that layout."""
         own = layout if is_boxed(layout) else Digest("")
         return self if own == self.layout else LayoutKey(self.shards, self.shard, own)
 
     @property
     def is_boxed(self) -> bool:
-        """Its content can be read out of other cuts, and into them."""
+        """Workers with other layouts can read it, and it can read from them."""
         return bool(self.layout)
 
 
-LayoutSet = tuple[LayoutKey, ...]  # the lines of one replica, by shard
+LayoutSet = tuple[LayoutKey, ...]  # the keys of one replica, by shard
 Place = tuple[Version, LayoutKey]
 
 
@@ -69,7 +69,7 @@ def plain_layout_set(shards: int) -> LayoutSet:
 Tier = tuple[bool, bool]  # how far a read comes: (from another site, from another host)
 
 PARTS = 16  # of a chunk: less than one of them counts as nothing
-LEAST_PART_BYTES = 1 << 12  # of what has no chunks yet: a handshake, a manifest
+MIN_PART_BYTES = 1 << 12  # of what has no chunks yet: a handshake, a manifest
 
 
 @dataclass
@@ -89,13 +89,13 @@ class Pace:
     _marks: deque[tuple[float, int]] = field(default_factory=deque)
 
     def rest(self, now: float) -> None:
-        """It can bring nothing now, or its reader could not report: what came before is no measure."""
+        """Starts measuring anew: it can bring nothing now, or its reader could not report."""
         self.moved_at = self.told_at = now
         self.rate, self._part_bytes = None, self.arrived_bytes
         self._marks.clear()
 
     def wait(self, now: float) -> None:
-        """Its source has nothing more for it now, which does not count as standing still."""
+        """Its source has nothing more for it now: it does not count as stalled."""
         self.moved_at = self.waited_at = now
 
     def note(self, now: float, *, arrived_bytes: int, done: int, chunk_bytes: int, over_s: float) -> None:
@@ -107,7 +107,7 @@ class Pace:
         self.arrived_bytes = arrived_bytes
         if is_other or not self._marks or self.told_at < now - over_s:
             self.rest(now)  # it began at some time after its reader's last report
-        part_bytes = max(LEAST_PART_BYTES if not chunk_bytes else 1, chunk_bytes // PARTS)
+        part_bytes = max(MIN_PART_BYTES if not chunk_bytes else 1, chunk_bytes // PARTS)
         if done > self.done or arrived_bytes >= self._part_bytes + part_bytes:
             self.moved_at, self._part_bytes = now, arrived_bytes
         self.done, self.told_at = done, now
@@ -121,7 +121,7 @@ class Pace:
             self.unsure = quantum_bytes / took_s
 
     def is_still(self, now: float, patience_s: float) -> bool:
-        """It has not moved on for that long, and its reader has said so since."""
+        """True if it has brought nothing for that long, although its reader has reported."""
         return now - self.moved_at >= patience_s and self.told_at - self.moved_at >= patience_s / 2
 
 
@@ -137,17 +137,17 @@ class Capacity:
             self.best, self.at = total, now
 
     def forget(self, now: float) -> None:
-        """It was tried in vain."""
+        """Forgets the rate after a try that brought nothing."""
         self.best, self.at = 0.0, now
 
 
 def is_too_slow(pace: Pace, others: float, times: float) -> bool:
-    """So far below the others that sharing a link does not explain it."""
+    """True if it is so far below the others that a shared link does not explain it."""
     return pace.rate is not None and (pace.rate + pace.unsure) * times < others
 
 
 def usual(rates: list[float]) -> float | None:
-    """What most get, the better half of two."""
+    """The median; the higher one of two."""
     return sorted(rates)[len(rates) // 2] if rates else None
 
 
@@ -165,45 +165,45 @@ class Content:
     copies: tuple[HostCopy, ...]
     layout_key: LayoutKey  # of the tensors that are registered now
     held: Version | None = field(init=False)  # the version all of which is in the buffer
-    staying: Place | None = field(init=False)  # the same, by line, unless it wants to take that back
+    held_place: Place | None = field(init=False)  # the same with its layout key, unless the worker withdraws it
     kept: tuple[Version, ...] = field(init=False)  # whole, in the buffer or in a copy, and not to be taken back
     versions: dict[Version, bool] = field(init=False)  # of which it has anything, and whether that is all of it
-    places: dict[Place, bool] = field(init=False)  # the same by line: a copy may be of tensors registered before
+    places: dict[Place, bool] = field(init=False)  # the same by layout key: a copy may be of tensors registered before
 
     def __post_init__(self) -> None:
         self.held = self.buffer.version if isinstance(self.buffer, WHOLE) else None
-        self.staying = (self.buffer.version, self.layout_key) if isinstance(self.buffer, Holding) else None
-        copied = tuple(copy.version for copy in self.copies if copy.whole and not copy.leaving)
-        self.kept = copied if self.staying is None else (self.staying[0], *copied)
+        self.held_place = (self.buffer.version, self.layout_key) if isinstance(self.buffer, Holding) else None
+        copied = tuple(copy.version for copy in self.copies if copy.whole and not copy.dropping)
+        self.kept = copied if self.held_place is None else (self.held_place[0], *copied)
         self.places = _places_in(self.buffer, self.copies, self.layout_key)
         self.versions = {}
         for (version, _), is_whole in self.places.items():
             self.versions[version] = is_whole or self.versions.get(version, False)
 
     def layout_key_of(self, version: Version, *, is_copy: bool) -> LayoutKey:
-        """The line of what it has of that version in its buffer, or beside it."""
+        """The layout key of its buffer or host copy of that version."""
         layout = next((copy.layout for copy in self.copies if copy.version == version), NO_LAYOUT) if is_copy else ""
         return self.layout_key.of(Digest(layout)) if layout else self.layout_key
 
 
 @dataclass
-class Staying:
-    """Workers that hold a version in their buffer and do not withdraw it."""
+class BufferHolders:
+    """By place: the workers that hold it in their buffer and do not withdraw it."""
 
     by_place: dict[Place, dict[WorkerId, None]] = field(default_factory=dict)
 
     def at(self, version: Version, key: LayoutKey) -> dict[WorkerId, None]:
-        """All of them."""
+        """The holders of that place."""
         return self.by_place.get((version, key), {})
 
     def has_other(self, worker: WorkerId, place: Place) -> bool:
-        """Another worker stays with that."""
+        """Another worker holds it too."""
         those = self.by_place.get(place, {})
         return len(those) > (worker in those)
 
     def move(self, worker: WorkerId, old: Content, new: Content) -> None:
-        """The worker has something else than before."""
-        before, after = old.staying, new.staying
+        """Notes that the content of the worker has changed."""
+        before, after = old.held_place, new.held_place
         if before == after:
             return
         if before is not None:
@@ -225,12 +225,12 @@ def _places_in(buffer: Buffer, copies: tuple[HostCopy, ...], key: LayoutKey) -> 
 
 
 def are_other_copies(former: tuple[HostCopy, ...], copies: tuple[HostCopy, ...]) -> bool:
-    """They differ in something that is of concern to others."""
+    """True if they differ in something that concerns other workers."""
     return former != copies and [_kind(copy) for copy in former] != [_kind(copy) for copy in copies]
 
 
 def _kind(copy: HostCopy) -> tuple[object, ...]:
-    return copy.number, copy.version, copy.whole, copy.leaving
+    return copy.number, copy.version, copy.whole, copy.dropping
 
 
 NO_LAYOUT = Digest("")
@@ -258,7 +258,7 @@ class CopyCandidates:
         self._heap: list[Rank] = []
 
     def offer(self, rank: Rank) -> bool:
-        """This one may be able to; the worker is the last part of its rank. Returns whether that is news."""
+        """Adds a candidate; its worker is the last part of its rank. Returns whether the rank is new."""
         worker = rank[-1]
         if self._ranks.get(worker) == rank:
             return False
@@ -269,7 +269,7 @@ class CopyCandidates:
         return True
 
     def withdraw(self, worker: WorkerId) -> bool:
-        """This one is not able to any more. Returns whether it was the chosen one."""
+        """Removes a candidate that cannot copy any more. Returns whether it was the chosen one."""
         self._ranks.pop(worker, None)
         return self.chosen == worker
 
@@ -293,7 +293,7 @@ class CopyCandidates:
 # makes only the members dirty that wait for it.
 
 
-# Something that may change: what it is, and of which version and line. Of the model as a whole where it names none.
+# What may change: its kind, version and layout key. Without version and key it concerns the whole model.
 Topic = tuple[str, Version | None, LayoutKey | None]
 
 NEWS: Topic = ("news", None, None)  # which versions there are, and which of them are to be kept
@@ -367,7 +367,7 @@ MODULUS = 2**96  # as long as a receipt
 
 @dataclass
 class Tally:
-    """A set of sessions, as how many they are and their sum."""
+    """A set of sessions: their count and their sum."""
 
     count: int = 0
     total: int = 0
@@ -401,7 +401,7 @@ class Roll:
     unaware: dict[WorkerId, None] = field(
         default_factory=dict
     )  # those of them that have not said yet that they heard this life
-    doubted: dict[WorkerId, None] = field(default_factory=dict)  # that have other content than was heard of before
+    undecided: dict[WorkerId, None] = field(default_factory=dict)  # that have other content than was heard of before
 
     @property
     def is_complete(self) -> bool:
@@ -415,7 +415,7 @@ class Roll:
     def end(self, worker: WorkerId, key: int) -> None:
         self.living.remove(key)
         self.roster = None
-        for sessions in (self.witnessed, self.unwitnessed, self.unaware, self.doubted):
+        for sessions in (self.witnessed, self.unwitnessed, self.unaware, self.undecided):
             sessions.pop(worker, None)
 
     def witness(self, upto: Number) -> list[WorkerId]:
@@ -440,7 +440,7 @@ K = TypeVar("K")
 
 @dataclass
 class OpenRead:
-    """One grant and whether it still holds."""
+    """One grant, and whether it is still valid."""
 
     grant: Grant
     reader: WorkerId
@@ -453,7 +453,7 @@ class OpenRead:
     instead_of: WorkerId | None = None  # a slow source that was left for its own source
     must_beat: float = 0.0  # where it gets so much, that one was at fault
     shares: bool = False  # it maps the host copy of its source: there is nothing to read behind it
-    part: LayoutKey | None = None  # of its source, where that is cut in another way: one of several that its reader has
+    part: LayoutKey | None = None  # of its source, in a read across layouts
 
     def __post_init__(self) -> None:
         self.ticket: Ticket = self.grant.ticket
@@ -485,12 +485,12 @@ class OpenReads:
             self.current.setdefault(read.reader, read)
 
     def take_back(self, read: OpenRead) -> None:
-        """It is void from now on."""
+        """Makes the read void."""
         read.is_void = True
         self._goes_on_without(read)
 
     def _goes_on_without(self, read: OpenRead) -> None:
-        """Its reader may not go on with it: with its other parts, if it has any."""
+        """Ends the read for its reader, which goes on with other parts if it has any."""
         parts = self.parts.get(read.reader, {})
         if read.part is not None and parts.get(read.part) is read:
             del parts[read.part]
@@ -502,7 +502,7 @@ class OpenReads:
                 self.current[read.reader] = next(iter(parts.values()))
 
     def going_on(self, reader: WorkerId) -> list[OpenRead]:
-        """What it may go on with: one read, or the parts of one."""
+        """The reads that are not void: one read, or the parts of one."""
         current = self.current.get(reader)
         if current is None or current.part is None:
             return [] if current is None else [current]
@@ -520,7 +520,7 @@ class OpenReads:
         return [read for read in reads if not read.grant.from_host and read.version == version]
 
     def from_copy(self, source: WorkerId, version: Version) -> list[OpenRead]:
-        """Those of its host copy of that version."""
+        """Those that read its host copy of that version."""
         reads = self._from_source.get(source, {}).values()
         return [read for read in reads if read.grant.from_host and read.version == version]
 
@@ -581,7 +581,7 @@ TRIES_A_TURN = 3  # reads that fail, without a chunk between them, and it is ano
 
 
 @dataclass
-class Avoided:
+class FailedSource:
     """A source that failed this reader: when it may be tried again."""
 
     until: float
@@ -599,7 +599,7 @@ class Avoided:
 
 @dataclass
 class Crossing:
-    """A read across: out of which cut, and which of its lines have brought all that was wanted of them."""
+    """A read across layouts: the layout set that is read, and the keys that have brought all."""
 
     version: Version
     to_host: bool
@@ -608,7 +608,7 @@ class Crossing:
 
 
 class Told(msgspec.Struct, frozen=True):
-    """What a member is told that may be news to it."""
+    """The part of a member's orders that may be news to it."""
 
     position: int | None = None
     answer: Answer | None = None
@@ -627,52 +627,50 @@ class Told(msgspec.Struct, frozen=True):
 
 @dataclass
 class Member:
-    """One session."""
+    """One session of a worker."""
 
     hello: Hello
     sender: str
     session: Number
     lease_end: float
-    silent_at: float = inf  # when it will not have been heard for more than two reports
-    report: Report = field(default_factory=lambda: Report(number=0))  # as it came, and never changed
-    content: Content = field(default_factory=lambda: NOTHING)  # what it has of that, as far as the server believes it
+    silent_at: float = inf  # from then on two reports are overdue
+    report: Report = field(default_factory=lambda: Report(number=0))  # as it came, never changed
+    content: Content = field(default_factory=lambda: NOTHING)  # what the server believes of it
     is_connected: bool = True
-    former_session: Number = Number(0)  # before this one: of a server before this one, perhaps
-    former_seen: Number = Number(0)  # the highest number that it had heard by then
-    is_stranger: bool = False  # and it was not on the roll of sessions when that server died
-    asked: Number = Number(0)  # it was asked to show that it knows the sessions up to that one
-    asked_since: float = inf  # and since when a worker has waited for that
+    former_session: Number = Number(0)  # of this worker's life, perhaps named by a former server
+    former_seen: Number = Number(0)  # the highest number of orders that it had seen by then
+    is_off_roll: bool = False  # true if it has lived before and the last server's roll lacks it
+    asked: Number = Number(0)  # it has to show that it knows the sessions up to this number
+    asked_since: float = inf  # since then a worker waits for that
     awaited_by: dict[WorkerId, None] = field(
         default_factory=dict
-    )  # workers to decide for again when it has heard of its session
-    avoided: dict[WorkerId, Avoided] = field(default_factory=dict)
-    failures: int = 0  # of reads, in the present call, since one of them brought a chunk
-    chunks: int = 0  # that it had in place at the last of them
-    call_number: int = 0  # the call that `avoided`, `failures` and `chunks` are about
-    reads_without_progress: int = 0  # reads that failed since a chunk came, whatever the call
-    left: dict[WorkerId, float] = field(
-        default_factory=dict
-    )  # sources that were too slow, and until when to leave them alone
-    slow_until: float = -inf  # as a source: a reader has left it because it was too slow
-    paced: Version | None = None  # the version that these three are about
-    best: dict[tuple[bool, bool], float] = field(default_factory=dict)  # the highest rate that it got, by distance
-    moves: int = 0  # away from sources that were too slow
-    may_move_at: float = -inf  # again
-    gives_way_to: WorkerId | None = None  # the reader that left it for its own source
-    alone_until: float = -inf  # it could not map what another worker of its host has: it fetches its own copies
+    )  # decided for again once this worker has heard of its session
+    failed_sources: dict[WorkerId, FailedSource] = field(default_factory=dict)
+    failures: int = 0  # failed reads of this call since the last new chunk
+    chunks: int = 0  # in place at the last failed read
+    call_number: int = 0  # the call of `failed_sources`, `failures` and `chunks`
+    reads_without_progress: int = 0  # failed reads since the last new chunk, of any call
+    slow_sources: dict[WorkerId, float] = field(default_factory=dict)  # the last choice until then
+    slow_until: float = -inf  # as a source: slow for some reader, and avoided until then
+    paced: Version | None = None  # the version of `best`, `moves` and `may_move_at`
+    best: dict[tuple[bool, bool], float] = field(default_factory=dict)  # its highest rate, by distance
+    moves: int = 0  # times that it left a slow source
+    may_move_at: float = -inf  # it may leave a slow source from then on
+    gives_way_to: WorkerId | None = None  # the reader that moved from this worker to this worker's source
+    alone_until: float = -inf  # until then it fetches copies itself: it could not map one
     capacity: Capacity = field(default_factory=Capacity)  # as a source
-    is_doubted: bool = False  # a read from it failed, and it has not been heard since
-    crossing: Crossing | None = None  # of the read across that it was granted last
-    told: Told | None = None  # what it was told last, as far as that may be news
-    settled_at: int = -1  # how often something had happened when it was last decided for
-    report_s: float = 0.0  # how often it was last told to report
-    is_drained: bool = False  # was told that its buffer has no readers, so no reader may begin
-    releasing: dict[int, None] = field(default_factory=dict)  # host copies, by number, that are to go: no more sources
+    has_failed_a_reader: bool = False  # true until its next report after a read from it failed
+    crossing: Crossing | None = None  # its last read across layouts
+    told: Told | None = None  # its last orders, as far as they may differ from the next
+    settled_at: int = -1  # `State.happened` when it was last decided for
+    report_s: float = 0.0  # the pause between reports that it was last told
+    is_drained: bool = False  # true once it was told that its buffer has no readers: none may begin
+    releasing: dict[int, None] = field(default_factory=dict)  # numbers of host copies that it was told to drop
     closing_since: float = inf
-    conflict: Digest = Digest("")  # the root of what it holds that is not what its version is
-    rested_at: float = inf  # when the version that it has published has lain there for so long that readers may be slow
-    wakes_at: float = inf  # when to look at it again although nothing was heard
-    queued_at: float = inf  # its one valid place in the queue of times
+    conflict: Digest = Digest("")  # the root of its buffer, if it differs from the version's
+    rested_at: float = inf  # from then on readers of its publish may be slow
+    wakes_at: float = inf  # when to decide for it again without a report
+    queued_at: float = inf  # its valid entry in the queue of times
 
     def __post_init__(self) -> None:
         self.worker: WorkerId = self.hello.worker
@@ -718,7 +716,7 @@ class Member:
 
     def will_hold(self, version: Version) -> bool:
         """Its buffer has all of the version, and does not withdraw it."""
-        return self.content.staying is not None and self.content.held == version
+        return self.content.held_place is not None and self.content.held == version
 
     def will_stay(self, version: Version) -> bool:
         """Its buffer has all of the version, withdraws nothing, and the worker is not closing."""
@@ -737,7 +735,7 @@ class Member:
     def copy(self, version: Version) -> HostCopy | None:
         """Its host copy of the version, whole or not, unless it is being dropped."""
         for copy in self.content.copies:
-            if copy.version == version and not copy.leaving and copy.number not in self.releasing:
+            if copy.version == version and not copy.dropping and copy.number not in self.releasing:
                 return copy
         return None
 
@@ -760,7 +758,7 @@ class Member:
 
     def gives_up(self, copy: HostCopy) -> bool:
         """It drops that host copy whatever the other workers need."""
-        return copy.leaving and (not copy.whole or self.report.closing)
+        return copy.dropping and (not copy.whole or self.report.closing)
 
     def filled(self, version: Version, *, to_host: bool) -> tuple[int, int, bool]:
         """Of its buffer or host copy: (chunks in place, chunks in all, whether it is filled with that version)."""
@@ -772,7 +770,7 @@ class Member:
     @property
     def chunks_in_place(self) -> int:
         """Chunks in place of all that it is filling now."""
-        copies = sum(copy.done for copy in self.content.copies if not copy.leaving)
+        copies = sum(copy.done for copy in self.content.copies if not copy.dropping)
         return copies + (self.content.buffer.done if isinstance(self.content.buffer, Filling) else 0)
 
     def done(self, *, from_host: bool, version: Version) -> int:

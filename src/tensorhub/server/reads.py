@@ -50,7 +50,7 @@ def drained_version(state: State, model: Model, member: Member) -> Drained:
     buffer = member.content.buffer
     if not isinstance(buffer, (Withdrawing, Poisoned)) or buffer.version is None:
         return Drained()
-    if not model.roll.is_over or admission.is_strange(state, member):
+    if not model.roll.is_over or admission.may_have_unknown_readers(state, member):
         return Drained(why="the server has restarted, and has not heard all workers yet")
     if _has_readers(state, member, buffer.version):
         return Drained(why=_read_by(state, member, buffer.version))
@@ -60,7 +60,7 @@ def drained_version(state: State, model: Model, member: Member) -> Drained:
         why = "no worker that is here has all of the newer version, so this one is kept"
         return Drained(None, state.now + AGAIN * state.report_s, why)
     if retention.must_stay(state, model, member):
-        patience_until = member.closing_since + state.settings.spot_heir_s
+        patience_until = member.closing_since + state.settings.spot_handover_s
         is_patient = member.report.closing and patience_until > state.now
         where = "in another worker" if member.report.closing else "in host memory"
         why = f"it has the last copy of version {buffer.version}, which must be kept, until there is one {where}"
@@ -190,7 +190,7 @@ def set_out(
     to_host: bool,
     other_than: LayoutSet | None = None,
 ) -> bool:
-    """Let it read out of another cut, if it is the one of its line and site to do so. Not out of `other_than`."""
+    """Grants a read across layouts, if the worker is elected for its key and site. Never from `other_than`."""
     if not layouts.can_cross(record, member.layout_key):
         return False
     if not _is_elected(state, model, record, member):
@@ -218,9 +218,9 @@ def set_out(
 def instead_of(
     state: State, model: Model, record: VersionRecord, member: Member, read: OpenRead, *, is_in_need: bool = False
 ) -> bool:
-    """Its source is too slow, and no other one of its line would do better: let it read out of another cut.
+    """Grants a read across layouts where the source is too slow and no other source of the same key is better.
 
-    `is_in_need`: nothing will come from its source. Also from such as are slow, or want to leave the version.
+    `is_in_need`: its source will bring nothing, so slow sources and sources that leave the version are taken too.
     """
     if not layouts.can_cross(record, member.layout_key) or not _is_elected(state, model, record, member):
         return False
@@ -240,7 +240,7 @@ def instead_of(
 
 
 def keep_up(state: State, model: Model, record: VersionRecord, member: Member, wanted: Wanted) -> None:
-    """It reads across: see that each line has a source, or has brought all."""
+    """For a read across layouts: gives each layout key a source, unless that key has brought all."""
     plan = _plan(member, wanted)
     if plan is None:
         if model.roll.is_over:  # granted before a restart, out of a layout that is not known any more
@@ -358,11 +358,11 @@ def _keep_part(
     *,
     to_host: bool,
 ) -> None:
-    """See that the line has a source, if there is one."""
+    """Gives the layout key a source, if there is one."""
     why = _why_replace(state, member, part) if part is not None else ""
-    is_in_vain = part is not None and selection.brings_nothing(state, part)
-    if part is not None and is_in_vain != part.pace.is_stuck:
-        state.call_stuck(part, is_stuck=is_in_vain)
+    is_without_bytes = part is not None and selection.brings_nothing(state, part)
+    if part is not None and is_without_bytes != part.pace.is_stuck:
+        state.call_stuck(part, is_stuck=is_without_bytes)
     if why is None:
         return
     choice = _choose(state, model, record, member, key, instead_of=part)
@@ -459,7 +459,7 @@ def _give_part(
 
 
 def _rank(chosen: list[Choice]) -> tuple[object, ...]:
-    """Of cuts: sound sources before others, near before far, idle before busy; then few before many."""
+    """Ranks layout sets: sound sources first, then near ones, then idle ones, then few shards."""
     found = [candidate for candidate, _ in chosen]
     return (
         any(each.is_doubtful for each in found),
@@ -555,9 +555,9 @@ def _moves(state: State, model: Model, record: VersionRecord, member: Member, cu
     """
     if sources.leave_slow(state, model, record, member, current):
         return True
-    is_in_vain = selection.brings_nothing(state, current)
-    is_tried = current.pace.is_stuck or is_in_vain
-    if is_tried and instead_of(state, model, record, member, current, is_in_need=is_in_vain):
+    is_without_bytes = selection.brings_nothing(state, current)
+    is_tried = current.pace.is_stuck or is_without_bytes
+    if is_tried and instead_of(state, model, record, member, current, is_in_need=is_without_bytes):
         return True
     return current.source in state.members and sources.to_idle(state, model, record, member, current)
 

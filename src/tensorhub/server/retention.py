@@ -65,7 +65,7 @@ def is_elected(state: State, model: Model, record: VersionRecord, member: Member
             continue
         if other.turns_lost > member.turns_lost and worker not in record.whole.get(key, {}):
             continue
-        if not facts.is_silent(state, other):  # one whose line broke is back in a moment
+        if not facts.is_silent(state, other):  # a worker whose connection broke is back in a moment
             return False
     mates = [mate for mate in facts.members_of(state, model, key) if mate.hello.site == site]
     able = [mate for mate in mates if _is_able(state, model, mate, record)]
@@ -123,7 +123,7 @@ def _has_it_to_stay(state: State, model: Model, worker: WorkerId, version: Versi
         return False
     if member.will_hold(version) or member.copy(version) is not None or member.report.copies_left:
         return True
-    return member.hello.reliable and facts.is_wished(state, model, member, version)  # then it waits for room
+    return member.hello.reliable and facts.is_retained(state, model, member, version)  # then it waits for room
 
 
 def _is_all_outside(model: Model, record: VersionRecord) -> bool:
@@ -194,7 +194,7 @@ def is_another_on_its_way(state: State, model: Model, record: VersionRecord, mem
 
     No worker is waited for once all of what this one wants is outside its publishers, in one replica or in several: two
     of them that have half of it each would wait for each other. For the same reason a replica of which a shard has left
-    waits for none that is to get an older version than itself, and for none that is cut in another way: it was to go
+    waits for no replica that gets an older version than itself, and for none with another layout: it was to go
     first, and the others wait for it.
     """
     version, own_replica = record.version, model.replicas[member.hello.replica]
@@ -216,8 +216,8 @@ def is_another_on_its_way(state: State, model: Model, record: VersionRecord, mem
 def _others(state: State, replica: Replica, call: GroupCall, member: Member, *, has_begun: bool) -> Iterator[Member]:
     """Of another replica: the worker with its layout key; all workers if the layout differs, unless it is half there.
 
-    Halves of one cut add up to a version, those of two cuts do not. So a shard that never comes to its call is waited
-    for as long as one that died.
+    Halves of one layout set add up to a version; halves of two sets do not. A shard that never joins its call is
+    therefore waited for as long as a dead one.
     """
     is_half = call.waiting is not None and state.now >= call.began + state.settings.lease_s
     is_other_cut = replica.layout_set is not None and member.layout_key not in replica.layout_set
@@ -258,7 +258,7 @@ def _is_on_its_way(record: VersionRecord, replica: Replica, member: Member, othe
 # - Where no worker can take over, the closing worker does not wait.
 
 
-MAX_LOOKED_AT = 256  # workers of one line: where none of so many has room, hardly another one has
+MAX_LOOKED_AT = 256  # workers of one layout key: if none of these has room, another one hardly has
 MAX_COMPARED = 16  # of those that can
 
 
@@ -270,7 +270,7 @@ class Handover(NamedTuple):
 
 
 NO_HANDOVER = Handover()
-AT_ONCE, IN_VAIN, WITH_ROOM = range(3)  # when a worker can begin: its reads failed; it waits for room
+AT_ONCE, AFTER_FAILURES, WITH_ROOM = range(3)  # when a worker can begin: its reads failed; it waits for room
 
 
 class HandoverCandidate(NamedTuple):
@@ -309,7 +309,7 @@ def are_there(state: State, model: Model, record: VersionRecord, leaver: Member)
             continue
         buffer = member.content.buffer
         is_filling = isinstance(buffer, Filling) and buffer.version == record.version
-        is_soon_enough = state.now < leaver.closing_since + state.settings.spot_heir_s
+        is_soon_enough = state.now < leaver.closing_since + state.settings.spot_handover_s
         if is_filling and (member.hello.reliable or is_soon_enough):
             return True
     return False
@@ -322,9 +322,9 @@ def _handover(state: State, model: Model, record: VersionRecord, key: LayoutKey)
         state, model, record, key, lambda m: layouts.is_relied_on(m, record)
     ):
         return NO_HANDOVER
-    heir = _heir_of(state, model, record, key, since)
-    its_own = Handover((heir.member.worker,)) if heir is not None else NO_HANDOVER
-    if heir is not None and heir.when == AT_ONCE:
+    candidate = _candidate_of(state, model, record, key, since)
+    its_own = Handover((candidate.member.worker,)) if candidate is not None else NO_HANDOVER
+    if candidate is not None and candidate.when == AT_ONCE:
         return its_own
     if layouts.is_kept_by_spot(state, record, key) or not layouts.is_readable(record, key):
         return its_own
@@ -334,15 +334,15 @@ def _handover(state: State, model: Model, record: VersionRecord, key: LayoutKey)
     first = min([since, *[each for each in others if each is not None]])
     best: tuple[tuple[int, ...], list[HandoverCandidate]] | None = None
     for number, layout_set in enumerate(model.layout_sets):
-        found = _heirs_in(state, model, record, layout_set, first) if key not in layout_set else None
+        found = _candidates_in(state, model, record, layout_set, first) if key not in layout_set else None
         if found:
-            begun = sum(_has_copy(heir.member, record) for heir in found)
-            is_spot = any(not heir.member.hello.reliable for heir in found)
-            rank = (max(heir.when for heir in found), is_spot, -begun, len(found), number)
+            begun = sum(_has_copy(candidate.member, record) for candidate in found)
+            is_spot = any(not candidate.member.hello.reliable for candidate in found)
+            rank = (max(candidate.when for candidate in found), is_spot, -begun, len(found), number)
             best = (rank, found) if best is None or rank < best[0] else best
-    if best is None or (heir is not None and heir.when <= best[0][0]):
+    if best is None or (candidate is not None and candidate.when <= best[0][0]):
         return its_own
-    return Handover(tuple([heir.member.worker for heir in best[1]]), is_across=True)
+    return Handover(tuple([candidate.member.worker for candidate in best[1]]), is_across=True)
 
 
 def _layout_sets_of(model: Model, key: LayoutKey) -> list[LayoutSet]:
@@ -365,7 +365,7 @@ def _left_since(state: State, model: Model, record: VersionRecord, key: LayoutKe
     return since if since < inf else None
 
 
-def _heirs_in(
+def _candidates_in(
     state: State, model: Model, record: VersionRecord, layout_set: LayoutSet, since: float
 ) -> list[HandoverCandidate] | None:
     """A worker for each key of that layout that is not kept. None where a key has no worker that can."""
@@ -375,27 +375,27 @@ def _heirs_in(
             continue
         if not any(layouts.readable_layout_sets(model, record, key)):
             return None  # it has too many shards to be read at once
-        heir = _heir_of(state, model, record, key, since)
-        if heir is not None:
-            found.append(heir)
+        candidate = _candidate_of(state, model, record, key, since)
+        if candidate is not None:
+            found.append(candidate)
         elif not layouts.is_kept_by_spot(state, record, key):
             return None
     return found
 
 
-def _heir_of(
+def _candidate_of(
     state: State, model: Model, record: VersionRecord, key: LayoutKey, since: float
 ) -> HandoverCandidate | None:
     """A worker with that layout key. None where no worker can, or a spot worker would be nothing new, or late."""
     reliable = _living(state, model.reliable.get(key, {}))
-    heir = _best_of(state, model, record, key, reliable, is_reliable=True)
-    if heir is not None and heir.when == AT_ONCE:
-        return heir
-    is_too_late = heir is None and state.now >= since + state.settings.spot_heir_s
+    candidate = _best_of(state, model, record, key, reliable, is_reliable=True)
+    if candidate is not None and candidate.when == AT_ONCE:
+        return candidate
+    is_too_late = candidate is None and state.now >= since + state.settings.spot_handover_s
     if is_too_late or layouts.is_kept_by_spot(state, record, key):
-        return heir
+        return candidate
     spot = _best_of(state, model, record, key, facts.members_of(state, model, key), is_reliable=False)
-    return spot if heir is None or (spot is not None and spot.when < heir.when) else heir
+    return spot if candidate is None or (spot is not None and spot.when < candidate.when) else candidate
 
 
 def _best_of(
@@ -418,7 +418,7 @@ def _best_of(
                 break
         if at_once:
             break
-    return min(able, key=lambda heir: _rank(heir, record), default=None)
+    return min(able, key=lambda candidate: _rank(candidate, record), default=None)
 
 
 def _living(state: State, workers: Iterable[WorkerId]) -> Iterator[Member]:
@@ -432,11 +432,11 @@ def _has_copy(member: Member, record: VersionRecord) -> bool:
     return member.copy(record.version) is not None
 
 
-def _rank(heir: HandoverCandidate, record: VersionRecord) -> tuple[object, ...]:
+def _rank(candidate: HandoverCandidate, record: VersionRecord) -> tuple[object, ...]:
     """A worker that has begun, or has room, before one that has to make room; reliable workers first."""
-    member = heir.member
+    member = candidate.member
     makes_room = not _has_copy(member, record) and not member.report.copies_left
-    return heir.when, member.turns_lost, not member.hello.reliable, makes_room, member.worker
+    return candidate.when, member.turns_lost, not member.hello.reliable, makes_room, member.worker
 
 
 def _when(state: State, model: Model, member: Member, record: VersionRecord) -> int | None:
@@ -446,9 +446,9 @@ def _when(state: State, model: Model, member: Member, record: VersionRecord) -> 
     filled = facts.wanted_version(state.place(member)[1], member)
     copies = member.content.copies
     if member.report.copies_left or any(_gives_way(state, member, copy, record, filled) for copy in copies):
-        return IN_VAIN if member.turns_lost else AT_ONCE
+        return AFTER_FAILURES if member.turns_lost else AT_ONCE
     is_making_room = any(
-        copy.leaving
+        copy.dropping
         or copy.number in member.releasing
         or member.will_stay(copy.version)
         or copy.version == filled
@@ -464,7 +464,7 @@ def _gives_way(state: State, member: Member, copy: HostCopy, record: VersionReco
         return True
     if any(not read.is_void for read in state.reads.from_copy(member.worker, copy.version)):
         return False
-    is_going = copy.leaving or copy.number in member.releasing or member.will_stay(copy.version)
+    is_going = copy.dropping or copy.number in member.releasing or member.will_stay(copy.version)
     return is_going or (copy.version == filled and member.can_fill_itself(copy.version))
 
 
@@ -475,7 +475,7 @@ def _is_needless(state: State, model: Model, member: Member, copy: HostCopy) -> 
         return False
     if version in model.retained() and not any(
         other.hello.reliable and not other.report.closing and other is not member
-        for other in map(state.known, model.staying.at(version, member.layout_key))
+        for other in map(state.known, model.buffer_holders.at(version, member.layout_key))
     ):
         return False
     return not is_wanted_ahead(state, model, member, version)
@@ -581,7 +581,7 @@ def copies_to_let_go(state: State, model: Model, replica: Replica, member: Membe
     """Its host copies, by number, that are not needed any more. What it was once told to let go never counts again.
 
     Of one that is cut off it is not known what it still wants: nothing is fetched ahead for it, and all would go.
-    There is no way back. So in the first lease after a restart only such may go as nobody can want who comes back by
+    There is no way back. In the first lease after a restart, only copies may go that no returning worker can want by
     then: they are older than a version which those that have answered show to be established.
     """
     copies = member.content.copies
@@ -595,7 +595,7 @@ def copies_to_let_go(state: State, model: Model, replica: Replica, member: Membe
 
 def copies_to_release(state: State, model: Model, member: Member) -> tuple[int, ...]:
     """The host copies, by number, that are to go and have no reader any more."""
-    if not member.releasing or not model.roll.is_over or admission.is_strange(state, member):
+    if not member.releasing or not model.roll.is_over or admission.may_have_unknown_readers(state, member):
         return ()
     told = [copy for copy in member.content.copies if copy.number in member.releasing]
     return tuple(copy.number for copy in told if not _is_read(state, member, copy))
@@ -619,7 +619,7 @@ def _not_needed(state: State, model: Model, replica: Replica, member: Member, *,
 
     `unread`: or may go once they have no reader, and none to come.
     """
-    copies = [copy for copy in member.content.copies if not copy.leaving]
+    copies = [copy for copy in member.content.copies if not copy.dropping]
     if not copies:
         return []
     is_squeezed = _is_squeezed(version_to_offload(state, model, member), member)
@@ -637,7 +637,7 @@ def _is_squeezed(offload: Version | None, member: Member) -> bool:
 
 def _going(member: Member) -> list[HostCopy]:
     """Its host copies that are on their way out."""
-    return [copy for copy in member.content.copies if copy.leaving or copy.number in member.releasing]
+    return [copy for copy in member.content.copies if copy.dropping or copy.number in member.releasing]
 
 
 def _makes_room(state: State, member: Member) -> bool:
@@ -662,7 +662,7 @@ def must_stay(state: State, model: Model, member: Member) -> bool:
         return False
     if member.report.closing:
         return not buffer.impatient and are_there(state, model, record, member)
-    if is_squeezed and not (member.hello.reliable and facts.is_wished(state, model, member, record.version)):
+    if is_squeezed and not (member.hello.reliable and facts.is_retained(state, model, member, record.version)):
         may_make_room = any(not copy.whole for copy in member.content.copies)
         return may_make_room or is_another_on_its_way(state, model, record, member)
     return True
@@ -714,11 +714,11 @@ def why_stuck(state: State, model: Model, replica: Replica, member: Member) -> F
     version = version_to_offload(state, model, member)
     if version is None or member.has_whole_copy(version):
         return None
-    if not (member.hello.reliable and facts.is_wished(state, model, member, version)):
+    if not (member.hello.reliable and facts.is_retained(state, model, member, version)):
         return None
     if report.copy_error is not None:
         return report.copy_error
-    if not _is_squeezed(version, member) or any(copy.leaving for copy in member.content.copies):
+    if not _is_squeezed(version, member) or any(copy.dropping for copy in member.content.copies):
         return None
     is_impatient = isinstance(buffer, Withdrawing) and buffer.impatient
     if member.releasing or _not_needed(state, model, replica, member, unread=not is_impatient):
@@ -798,7 +798,7 @@ def _is_kept_elsewhere(
         is_worse = leaver.hello.reliable and not member.hello.reliable
         return not (member.report.closing or is_inside or is_worse)
 
-    for worker in model.staying.at(version, leaver.layout_key):
+    for worker in model.buffer_holders.at(version, leaver.layout_key):
         if (is_copy or worker != leaver.worker) and is_relied_on(state.known(worker)):
             return True
     for worker in record.holders.get(leaver.layout_key, {}):

@@ -22,7 +22,19 @@ from ..protocol.names import Digest, Ticket, WorkerId
 from . import admission, apply, calls, evidence, reads, selection
 from . import state as facts
 from .groups import Replica
-from .members import ARRIVALS, NEWS, NOTHING, TRIES_A_TURN, Avoided, Content, Member, OpenRead, Place, Told, sources_of
+from .members import (
+    ARRIVALS,
+    NEWS,
+    NOTHING,
+    TRIES_A_TURN,
+    Content,
+    FailedSource,
+    Member,
+    OpenRead,
+    Place,
+    Told,
+    sources_of,
+)
 from .sources import Wanted
 from .state import State
 from .versions import Model, are_equal
@@ -34,7 +46,7 @@ from .versions import Model, are_equal
 #   The roll call of a new life is over when all on the newest roster, and no others, have shown one and heard it.
 # - A worker is granted a read, a publish or a claim once another worker knows of it, its *witness*.
 # - During the roll call no worker gets a roster, and none reads from a worker that has not heard this life.
-# - A worker that has lived before and is not on the roll is a *stranger*. For one lease it is not drained, and gets no
+# - A worker that has lived before and is not on the roll is *off the roll*. For a lease it is not drained, and gets no
 #   roster.
 #
 # It must never end a roll call by what a worker cannot prove. Called by the server machine, whose tables it changes.
@@ -48,7 +60,7 @@ def begin_roll_call(state: State, model: Model, member: Member, report: Report) 
         return
     told = report.roster
     if roll.is_over or told is None or not _is_proved(state, model, told):
-        member.is_stranger = True
+        member.is_off_roll = True
         return
     roll.answered.add(state.notary.session(member.worker, report.session))
     roll.unaware[member.worker] = None
@@ -114,7 +126,7 @@ def _is_proved(state: State, model: Model, told: Roster) -> bool:
 def roster_for(state: State, model: Model, member: Member) -> Roster | None:
     """What it is to show to the next life of the server."""
     roll = model.roll
-    if not roll.is_over or admission.is_strange(state, member):
+    if not roll.is_over or admission.may_have_unknown_readers(state, member):
         return None
     if roll.roster is None:
         number, count, digest = state.next_number(), roll.living.count, roll.living.digest
@@ -131,7 +143,7 @@ MAX_LATELY = 16  # reads that have ended, of which the usual rate is known: the 
 def take_report(state: State, member: Member, report: Report, arrived: float) -> None:
     """Take in a report that came at `arrived`, in time awake."""
     member.note_heard(max(state.now, arrived), state.settings)
-    member.is_doubted = False
+    member.has_failed_a_reader = False
     before, member.report = member.report, report
     model, replica = state.place(member)
     former = member.content
@@ -155,19 +167,19 @@ def take_layout(state: State, layout: LayoutInfo) -> None:
     """The tensors that a worker has registered: to name the one that differs, and to describe a version."""
     state.counters["layouts"] += 1
     state.layouts[layout.digest()] = state.layouts.pop(layout.digest(), layout)  # newest last
-    if len(state.layouts) > state.most_layouts:
+    if len(state.layouts) > state.max_layouts:
         _forget_layouts(state)
 
 
 def _forget_layouts(state: State) -> None:
-    """Those of no worker and no version, but for the newest: their workers may be about to report."""
+    """Drops layouts that no worker and no version has. Keeps the newest: their workers may be about to report."""
     used = {member.report.layout for member in state.members.all()}
     for model in state.models.values():
         used.update(layout for record in model.versions.values() for layout in record.layouts.values())
-    newest = list(state.layouts)[-max(1, state.settings.most_versions // 2) :]
+    newest = list(state.layouts)[-max(1, state.settings.max_versions // 2) :]
     used.update(newest)
     state.layouts = {digest: layout for digest, layout in state.layouts.items() if digest in used}
-    state.most_layouts = max(state.settings.most_versions, 2 * len(state.layouts))  # so this is seldom
+    state.max_layouts = max(state.settings.max_versions, 2 * len(state.layouts))  # so this is seldom
 
 
 def take_reads(state: State, member: Member, before: Report) -> None:
@@ -176,7 +188,7 @@ def take_reads(state: State, member: Member, before: Report) -> None:
     if report.across is not None or member.crossing is not None:
         evidence.take_across(state, member, report.across)
     reads = state.reads.of(worker) if report.failures else []
-    close_reads(state, member, report.closed, report.over)
+    close_reads(state, member, report.closed, report.also_closed)
     reading = report.reading
     if reading is not None and state.is_recovering and _may_adopt(state, worker, report):
         text = "granted before a restart"
@@ -213,7 +225,7 @@ def note_call(member: Member) -> None:
     call = member.report.call
     number = call.number if call is not None else 0
     if number != member.call_number:
-        member.call_number, member.failures, member.chunks, member.avoided = number, 0, 0, {}
+        member.call_number, member.failures, member.chunks, member.failed_sources = number, 0, 0, {}
 
 
 def _count_failure(state: State, reader: Member, failure: TicketFailure, reads: list[OpenRead]) -> None:
@@ -229,24 +241,24 @@ def _count_failure(state: State, reader: Member, failure: TicketFailure, reads: 
         model = state.models[reader.hello.model]
         state.mark_waiting_dirty(model, NEWS)  # another one may be elected
         if model.closing and reader.told is not None and reader.told.fetch is not None:
-            state.mark_everyone_dirty(model)  # or be the heir
-    avoided = reader.avoided.setdefault(failure.source, Avoided(0.0, 0))
-    avoided.times += 1
+            state.mark_everyone_dirty(model)  # or be chosen for a handover
+    failed = reader.failed_sources.setdefault(failure.source, FailedSource(0.0, 0))
+    failed.times += 1
     read = next((read for read in reads if read.ticket == failure.ticket), None)
     record = state.models[reader.hello.model].versions.get(read.version) if read is not None else None
     is_for_good = failure.code == "corrupt-transfer" and (
-        avoided.times > 1 or (record is not None and record.refused.get(failure.source, -inf) > state.now)
+        failed.times > 1 or (record is not None and record.refused.get(failure.source, -inf) > state.now)
     )
-    avoided.until = inf if is_for_good else state.now + state.settings.avoid_s
+    failed.until = inf if is_for_good else state.now + state.settings.avoid_s
     if record is not None and failure.code == "corrupt-transfer":
         record.refused[failure.source] = state.now + state.settings.leave_s
     source = state.members.get(failure.source)
     has_ended = read is not None and read.part is not None and reader.report.across is None
-    if failure.code == "source-lost" and has_ended and avoided.times > 1:
+    if failure.code == "source-lost" and has_ended and failed.times > 1:
         # A source that is here and ends the read again cannot show all that this reader wants.
-        avoided.until = inf if source is not None and facts.is_here(state, source) else avoided.until
+        failed.until = inf if source is not None and facts.is_here(state, source) else failed.until
     if source is not None:
-        source.is_doubted = True
+        source.has_failed_a_reader = True
     state.counters["failed_reads"] += 1
 
 
@@ -398,7 +410,7 @@ def _note_ended(state: State, model: Model, reader: Member, read: OpenRead) -> N
 
 # --- Reports that change nothing: their sender is told again what it was told last.
 #
-# Most reports are such:
+# Most reports change nothing:
 # - A worker lives and does nothing.
 # - Its read goes on, and its source is good enough.
 # - Its caller has got the answer that the server gave.
@@ -408,7 +420,7 @@ def _note_ended(state: State, model: Model, reader: Member, read: OpenRead) -> N
 
 
 def take(state: State, report: Report, sender: str, arrived: float) -> Member | None:
-    """Take in such a report, which came at `arrived`, in time awake. Returns its sender; None: it changes something.
+    """Takes in a report that changes nothing, and came at `arrived`. Returns its sender; None if it changes something.
 
     Workers may have to be decided for afterwards, above all the reporter if its source is not good enough any more.
     """
@@ -436,9 +448,9 @@ def _known(state: State, report: Report, sender: str) -> Member | None:
     member = state.members.get(state.speakers[sender]) if hello is not None else None
     if member is None or hello is None or state.is_recovering or state.dirty:
         return None
-    if member.hello.life != hello.life or report.number <= member.report.number or report.leaving:
+    if member.hello.life != hello.life or report.number <= member.report.number or report.left:
         return None
-    if report.session != member.session or member.is_doubted or member.awaited_by:
+    if report.session != member.session or member.has_failed_a_reader or member.awaited_by:
         return None
     model = state.models[hello.model]
     if calls.is_asked(model.replicas[hello.replica], member):
@@ -534,11 +546,11 @@ def _is_same_else(report: Report, before: Report) -> bool:
         (report.session, report.can_box) == (before.session, before.can_box)
         and (report.prefetch, report.stops) == (before.prefetch, before.stops)
         and (report.claim, report.claimed_in) == (before.claim, before.claimed_in)
-        and (report.across, report.over, report.missed) == (before.across, before.over, before.missed)
+        and (report.across, report.also_closed, report.missed) == (before.across, before.also_closed, before.missed)
         and (report.failures, report.copy_error, report.copies_left)
         == (before.failures, before.copy_error, before.copies_left)
         and report.size_bytes == before.size_bytes
-        and not report.leaving
+        and not report.left
         and evidence.content_beside(report) == evidence.content_beside(before)
     )
 
@@ -549,11 +561,11 @@ def _is_same_else(report: Report, before: Report) -> bool:
 def begin(state: State, hello: Hello, sender: str, report: Report) -> Member:
     """A worker without a session has reported."""
     model = state.models.get(hello.model)
-    state.left.pop(hello.model, None)
+    state.empty_models.pop(hello.model, None)
     if model is None:
-        if len(state.models) >= state.settings.most_models and (old := state.model_to_forget()) is not None:
+        if len(state.models) >= state.settings.max_models and (old := state.model_to_forget()) is not None:
             state.forget_model(old)
-        model = state.models[hello.model] = Model(hello.model, hello.shards, state.settings.most_versions)
+        model = state.models[hello.model] = Model(hello.model, hello.shards, state.settings.max_versions)
         model.is_listening, model.keeps_established = state.is_recovering, state.settings.keep_established
         model.roll.is_over = not state.is_recovering
     if not model.replicas:
@@ -570,9 +582,9 @@ def begin(state: State, hello: Hello, sender: str, report: Report) -> Member:
     state.note_size()
     begin_roll_call(state, model, member, report)
     _take_place(state, model, member)
-    if hello.retain > state.settings.most_retain:
-        text = f"{hello.worker} asks to keep {hello.retain} versions, and may ask for {state.settings.most_retain}"
-        state.said.append(f"{text}: TENSORHUB_MOST_RETAIN of this server")
+    if hello.retain > state.settings.max_retain:
+        text = f"{hello.worker} asks to keep {hello.retain} versions, and may ask for {state.settings.max_retain}"
+        state.said.append(f"{text}: TENSORHUB_MAX_RETAIN of this server")
     model.retain = max(model.retain, state.settings.retain_of(hello.retain, is_reliable=hello.reliable))
     state.counters["sessions"] += 1
     return member
@@ -598,7 +610,7 @@ def end(state: State, member: Member, why: str) -> None:
         apply.release(state, model, replica.call, replica)
         del model.replicas[replica.name]
     if not model.replicas:
-        state.left[model.name] = state.now
+        state.empty_models[model.name] = state.now
         state.forget_at = min(state.forget_at, state.now + state.settings.lease_s)
     if model.closing or len(model.sites) > 1:
         state.mark_everyone_dirty(model)
@@ -616,7 +628,7 @@ def forget_models(state: State) -> None:
 
     One that has had a version is not: its numbers are used once only (G3), as long as this server lives (G9).
     """
-    unnamed = {name: since for name, since in state.left.items() if state.models[name].newest is None}
+    unnamed = {name: since for name, since in state.empty_models.items() if state.models[name].newest is None}
     state.forget_at = inf
     for name, since in unnamed.items():
         if since + state.settings.lease_s > state.now:
@@ -660,7 +672,7 @@ def connect(state: State, hello: Hello, sender: str) -> None:
     if member is not None:
         was_reached, member.is_connected = member.is_connected, True
         if member.sender != sender and member.sender in state.hellos:
-            state.spent[member.sender] = None  # what is late on the former line begins no session when this one is over
+            state.spent[member.sender] = None  # late messages of the former connection begin no session
         model = state.models[hello.model]
         _leave_place(state, model, member)
         member.sender, member.hello = sender, hello
@@ -692,7 +704,7 @@ def _note_reach(state: State, member: Member) -> None:
 
 
 def concerned(state: State, member: Member) -> list[Place]:
-    """The versions, and of which line, for which it matters to others what becomes of the member."""
+    """The versions, with their layout keys, for which the member matters to other workers."""
     found = dict.fromkeys(member.content.places)
     found.update(((read.version, read.layout_key), None) for read in state.reads.of(member.worker))
     _, replica = state.place(member)

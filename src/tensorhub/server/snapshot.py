@@ -71,14 +71,15 @@ def _index_contradiction(state: State, model: Model) -> str | None:
     reliable = sorted((member.layout_key, member.worker) for member in members if member.hello.reliable)
     if reliable != sorted((key, worker) for key, those in model.reliable.items() for worker in those):
         return f"those who count for retention are {reliable}, and kept are {model.reliable}"
-    staying = sorted((place, m.worker) for m in members if (place := m.content.staying) is not None)
-    if staying != sorted((place, worker) for place, those in model.staying.by_place.items() for worker in those):
-        return f"those who stay with what they hold are {staying}, and kept are {model.staying.by_place}"
+    found = sorted((place, m.worker) for m in members if (place := m.content.held_place) is not None)
+    kept = model.buffer_holders.by_place
+    if found != sorted((place, worker) for place, those in kept.items() for worker in those):
+        return f"buffer holders are {found}, and kept are {model.buffer_holders.by_place}"
     for record in model.versions.values():
         for key, holders in record.holders.items():
             idle = sorted(worker for worker in holders if worker not in model.read_from)
             if record.idle.get(key, []) != idle:
-                return f"{idle} are idle holders of {record.version}, {record.idle.get(key)} are kept as such"
+                return f"{idle} are idle holders of {record.version}, {record.idle.get(key)} are recorded"
     return None
 
 
@@ -91,7 +92,7 @@ def _content_contradiction(state: State, model: Model) -> str | None:
         whole = [
             (copy.version, copy.root, member.content.layout_key_of(copy.version, is_copy=True))
             for copy in copies
-            if copy.whole and not copy.leaving
+            if copy.whole and not copy.dropping
         ]
         if isinstance(buffer, WHOLE):
             whole.append((buffer.version, buffer.root, member.layout_key))
@@ -287,7 +288,7 @@ def _worker(state: State, member: Member) -> WorkerView:
         site=member.hello.site,
         reliable=member.hello.reliable,
         received_bytes=report.received_bytes,
-        copies=tuple(copy.version for copy in content.copies if copy.whole and not copy.leaving),
+        copies=tuple(copy.version for copy in content.copies if copy.whole and not copy.dropping),
         copies_filling=tuple(copy.version for copy in content.copies if not copy.whole),
         copies_left=report.copies_left,
         pins=report.pins[:MAX_PINS],

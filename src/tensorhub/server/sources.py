@@ -47,7 +47,7 @@ def wanted_read(state: State, model: Model, replica: Replica, member: Member) ->
 
 def _is_to_hear_that_it_goes(state: State, model: Model, member: Member, version: Version) -> bool:
     """A whole copy of it is to go, and the worker was not told yet: it fills itself from that, and would not read."""
-    going = [c.number for c in member.report.copies if c.version == version and c.whole and not (c.leaving or c.unfit)]
+    going = [c.number for c in member.report.copies if c.version == version and c.whole and not (c.dropping or c.unfit)]
     going = [number for number in going if number in member.releasing]
     return bool(going) and not set(going) <= set(retention.copies_to_release(state, model, member))
 
@@ -149,7 +149,7 @@ def reads_leaving(state: State, record: VersionRecord, reader: Member) -> Counte
 
 
 def whole_sources(state: State, record: VersionRecord, reader: Member, key: LayoutKey) -> list[Candidate]:
-    """Those that have all of that line of the version, for a reader of another line."""
+    """Workers that hold all of the version with that key, for a reader with another key."""
     found = []
     for worker in record.whole.get(key, {}):
         member = state.members.get(worker)
@@ -195,12 +195,12 @@ def _candidate(
     leaving: Counter[str] | None,
     key: LayoutKey | None = None,
 ) -> Candidate | None:
-    """The member's buffer, or its host copy, as a source of the reader's line or of that one; None if it is none."""
+    """The member's buffer or host copy as a source for the reader's key, or for `key`. None if it is no source."""
     version, worker = record.version, member.worker
     if not facts.serves(state, worker, version, from_host) or (from_host and member.is_dropping_copy(version)):
         return None
     if member.content.layout_key_of(version, is_copy=from_host) != (key or reader.layout_key):
-        return None  # it has the version in another line too
+        return None  # it has the version with another key too
     has_all = facts.is_full(member, version, from_host)
     current = state.reads.current.get(worker)
     is_filling = current is not None and current.version == version and current.grant.to_host == from_host
@@ -210,7 +210,7 @@ def _candidate(
         return None  # it has all of it at once, or nothing
     buffer, copy, here, there = member.content.buffer, member.copy(version), reader.hello, member.hello
     its_own = copy if from_host else buffer if isinstance(buffer, Holding | Withdrawing) else None
-    avoided = reader.avoided.get(worker)
+    failed = reader.failed_sources.get(worker)
     return Candidate(
         worker=worker,
         load=state.reads.load(worker),
@@ -218,11 +218,11 @@ def _candidate(
         done=0 if has_all else member.done(from_host=from_host, version=version),
         published=has_all and its_own is not None and its_own.published,
         is_withdrawing=facts.is_leaving(member, version, from_host),
-        is_doubtful=facts.is_doubtful(state, member) or reader.left.get(worker, -inf) > state.now,
+        is_doubtful=facts.is_doubtful(state, member) or reader.slow_sources.get(worker, -inf) > state.now,
         is_slow=member.slow_until > state.now,
         is_near=here.host == there.host,
         is_same_site=here.site == there.site,
-        avoided_until=avoided.until if avoided is not None else -inf,
+        avoided_until=failed.until if failed is not None else -inf,
         from_host=from_host,
         leaving_site=leaving[there.site] if leaving is not None and here.site != there.site else 0,
     )
@@ -329,13 +329,13 @@ def leave_slow(state: State, model: Model, record: VersionRecord, reader: Member
             read.pace.is_stuck = False
         return False
     why, needed = found
-    is_in_vain, window_s = selection.brings_nothing(state, read), selection.pace_window_s(state)
+    is_without_bytes, window_s = selection.brings_nothing(state, read), selection.pace_window_s(state)
     is_looked_for = state.now >= reader.may_move_at
-    if is_in_vain and not is_looked_for:  # at once, and now and then
+    if is_without_bytes and not is_looked_for:  # at once, and now and then
         is_looked_for = not read.pace.is_stuck or state.now >= read.looked_at + window_s
     choice = _way_out(state, model, record, reader, read, needed) if is_looked_for else None
     if choice is None:
-        if is_looked_for and is_in_vain:
+        if is_looked_for and is_without_bytes:
             read.looked_at = state.now
         if is_looked_for:
             reader.may_move_at = max(reader.may_move_at, state.now + window_s)
@@ -367,7 +367,7 @@ def _note_stuck(state: State, reader: Member, read: OpenRead) -> None:
         if source is not None and is_whole and read.pace.is_still(state.now, selection.patience_s(state)):
             source.slow_until = state.now + state.settings.leave_s  # there will be others to choose from again
         return
-    for worker in reader.left:
+    for worker in reader.slow_sources:
         left = state.members.get(worker)
         if left is not None:
             left.slow_until = -inf  # it was not the slow one
@@ -518,7 +518,7 @@ def _follow(
 
 
 def _usual(state: State, record: VersionRecord, read: OpenRead) -> float | None:
-    """What readers of the version get over such a distance. Worked out once in the time between two reports."""
+    """The rate of the version's readers over that distance. Computed once between two reports."""
     tier = selection.tier_of(state, read)
     if state.now >= record.usual_until:
         found: dict[Tier, list[float]] = {}
@@ -535,7 +535,7 @@ def _usual(state: State, record: VersionRecord, read: OpenRead) -> float | None:
 
 
 def _lately(state: State, model: Model, read: OpenRead) -> float:
-    """What reads of the model that have ended brought over such a distance, 0.0 where that is not known.
+    """The rate of the model's finished reads over that distance, 0.0 while unknown.
 
     Of a source that serves others too a read can get no more than its present share of that.
     """

@@ -122,30 +122,32 @@ class State:
     clock: Clock
     numbers: Numbers
     notary: Notary
-    recovered_at: float  # until then it listens: it may not have heard yet what a former life has promised
+    recovered_at: float  # until then promises of a former life may be unknown
     is_recovering: bool
     models: dict[ModelName, Model] = field(default_factory=dict)
-    left: dict[ModelName, float] = field(default_factory=dict)  # models without a worker, longest first, and since when
+    empty_models: dict[ModelName, float] = field(
+        default_factory=dict
+    )  # without a worker, since then; the longest first
     forget_at: float = inf  # when the first of those without a version is forgotten
     members: Members = field(default_factory=Members)
     reads: OpenReads = field(default_factory=OpenReads)
     hellos: dict[str, Hello] = field(default_factory=dict)  # by connection
-    speakers: dict[str, WorkerId] = field(default_factory=dict)  # the worker that has said so
-    spent: dict[str, None] = field(default_factory=dict)  # connections whose session has ended
+    speakers: dict[str, WorkerId] = field(default_factory=dict)  # its worker, by connection
+    spent: dict[str, None] = field(default_factory=dict)  # connections of sessions that have ended
     layouts: dict[Digest, LayoutInfo] = field(default_factory=dict)
-    most_layouts: int = field(init=False)  # above that, unused ones are forgotten
+    max_layouts: int = field(init=False)  # above that, unused ones are forgotten
     counters: Counter[str] = field(default_factory=Counter)
     said: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_SAID))  # for the log
     dirty: OrderedDict[WorkerId, bool] = field(
         default_factory=OrderedDict
-    )  # workers to decide for again; True: and answer
-    happened: int = 0  # how often something happened that may concern other workers
-    to_advance: dict[tuple[ModelName, ReplicaName], None] = field(default_factory=dict)  # whose call may go on
-    report_s: float = field(init=False)  # how often each worker is to report: see `note_size`
+    )  # workers to decide for; true: answer even without news
+    happened: int = 0  # events that may concern other workers, counted
+    to_advance: dict[tuple[ModelName, ReplicaName], None] = field(default_factory=dict)  # calls that may proceed
+    report_s: float = field(init=False)  # the pause between a worker's reports; see `note_size`
 
     def __post_init__(self) -> None:
         self.now: float = self.clock.now  # the time awake
-        self.most_layouts = self.settings.most_versions
+        self.max_layouts = self.settings.max_versions
         self.note_size()
 
     def note_size(self) -> None:
@@ -232,8 +234,8 @@ class State:
         until = self.now + self.settings.leave_s
         reader.may_move_at = may_move_at
         reader.moves += 1
-        reader.left = {worker: spared for worker, spared in reader.left.items() if spared > self.now}
-        reader.left[read.source] = until
+        reader.slow_sources = {worker: spared for worker, spared in reader.slow_sources.items() if spared > self.now}
+        reader.slow_sources[read.source] = until
         source = self.members.get(read.source)
         if source is not None:
             source.slow_until = until
@@ -241,7 +243,7 @@ class State:
     def call_stuck(self, read: OpenRead, *, is_stuck: bool = True) -> None:
         """The read is slow and no other source would help: readers behind it need not wait. Or that is over."""
         if is_stuck and not read.pace.is_stuck:
-            self.mark_dirty(read.reader)  # whose call may be in vain
+            self.mark_dirty(read.reader)  # its call may have no source that brings anything
             self.mark_readers_dirty(read.reader)
         read.pace.is_stuck = is_stuck
 
@@ -303,9 +305,9 @@ class State:
 
         The numbers of a model that has had a version are kept for a lease at least: its trainer may be started again.
         """
-        unnamed = next((name for name in self.left if self.models[name].newest is None), None)
-        oldest = next(iter(self.left), None)
-        if unnamed is None and oldest is not None and self.now >= self.left[oldest] + self.settings.lease_s:
+        unnamed = next((name for name in self.empty_models if self.models[name].newest is None), None)
+        oldest = next(iter(self.empty_models), None)
+        if unnamed is None and oldest is not None and self.now >= self.empty_models[oldest] + self.settings.lease_s:
             return oldest
         return unnamed
 
@@ -313,7 +315,7 @@ class State:
         """No worker is of it any more: a worker that comes begins the model anew."""
         if self.models[name].newest is not None:
             self.said.append(f"{name} is forgotten, with its numbers: {len(self.models)} models is the most here")
-        del self.models[name], self.left[name]
+        del self.models[name], self.empty_models[name]
         self.notary.forget(name)
 
     def forget(self, worker: WorkerId) -> None:
@@ -345,7 +347,7 @@ def answers_until(state: State, member: Member) -> float:
 
 def is_doubtful(state: State, source: Member) -> bool:
     """A reader may fail to read from it. What one reader has learned helps the others."""
-    return source.is_doubted or not is_here(state, source)
+    return source.has_failed_a_reader or not is_here(state, source)
 
 
 def is_read_though_poisoned(buffer: Buffer) -> bool:
@@ -358,7 +360,7 @@ def is_undecided(state: State, member: Member) -> bool:
 
     Or, of half of a publish beside half of another one, when the rest of it has come.
     """
-    return member.worker in state.models[member.hello.model].roll.doubted
+    return member.worker in state.models[member.hello.model].roll.undecided
 
 
 def is_undecided_there(state: State, source: Member, version: Version, from_host: bool) -> bool:
@@ -369,7 +371,7 @@ def is_undecided_there(state: State, source: Member, version: Version, from_host
     if not is_undecided(state, source):
         return False
     if from_host:
-        reported = any(c.version == version and c.whole and not c.leaving for c in source.report.copies)
+        reported = any(c.version == version and c.whole and not c.dropping for c in source.report.copies)
         return reported and source.has_copy(version)
     buffer = source.report.buffer
     if source.holds(version) or not isinstance(buffer, (Holding, Withdrawing)) or buffer.version != version:
@@ -377,29 +379,29 @@ def is_undecided_there(state: State, source: Member, version: Version, from_host
     return isinstance(buffer, Holding) or not (buffer.impatient or source.may_drop)
 
 
-def is_wished(state: State, model: Model, member: Member, version: Version) -> bool:
+def is_retained(state: State, model: Model, member: Member, version: Version) -> bool:
     """The member keeps the version though it has no room."""
-    return model.is_wished(version, _wish(state, member))
+    return model.is_retained(version, _retain_of(state, member))
 
 
 def gives_way(state: State, model: Model, member: Member, version: Version) -> bool:
     """The member's copy of the version goes where there is no room."""
-    return model.gives_way(version, _wish(state, member))
+    return model.gives_way(version, _retain_of(state, member))
 
 
-def _wish(state: State, member: Member) -> int:
+def _retain_of(state: State, member: Member) -> int:
     return state.settings.retain_of(member.hello.retain, is_reliable=member.hello.reliable)
 
 
 def may_have(state: State, member: Member, version: Version) -> bool:
     """It says that it has all of the version, and whether that is so is not decided yet: it needs nothing of it."""
-    buffer, copies = member.report.buffer, [c for c in member.report.copies if c.whole and not (c.leaving or c.unfit)]
+    buffer, copies = member.report.buffer, [c for c in member.report.copies if c.whole and not (c.dropping or c.unfit)]
     had = [one.version for one in (buffer, *copies) if isinstance(one, (*WHOLE, HostCopy))]
     return is_undecided(state, member) and version in had
 
 
 def members_of(state: State, model: Model, key: LayoutKey) -> Iterator[Member]:
-    """The living members of that line, one of each replica."""
+    """The living members with that layout key, one of each replica."""
     for replica in model.replicas.values():
         member = state.members.get(replica.members[key.shard]) if key.shard in replica.members else None
         if member is not None and member.layout_key == key:

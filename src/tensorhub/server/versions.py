@@ -14,13 +14,13 @@ from ..protocol.messages import MAX_FIRST_VERSION, MAX_VERSION_JUMP, Failure, Sp
 from ..protocol.names import Digest, ModelName, Number, ReplicaName, Shard, Version, WorkerId, is_partial
 from .groups import Replica
 from .members import (
+    BufferHolders,
     Content,
     CopyCandidates,
     LayoutKey,
     LayoutSet,
     Place,
     Roll,
-    Staying,
     Watches,
     plain_layout_set,
 )
@@ -37,7 +37,7 @@ from .members import (
 
 NOT_CUT_ANEW = Digest("")
 MAX_REMEMBERED = 4096  # receipts for content: a version of a few thousand shards
-ESTABLISHED = "+"  # what such a receipt begins with
+ESTABLISHED = "+"  # a receipt of an established version begins with it
 SIZE = 12  # bytes: 96 bits cannot be guessed in a fleet's life
 
 
@@ -99,7 +99,7 @@ class Notary:
         return self._sign("ceiling", number)
 
     def roster(self, model: ModelName, number: Number, count: int, digest: str) -> str:
-        """So many sessions of the model live, with that sum."""
+        """Signs how many sessions of the model live, and their sum."""
         return self._sign("roster", model, number, count, digest)
 
     def session(self, worker: WorkerId, session: Number) -> int:
@@ -138,7 +138,7 @@ class Taken(NamedTuple):
 
 @dataclass
 class VersionRecord:
-    """One version: its content by line, and the workers that have any of it."""
+    """One version: its content by layout key, and the workers that have any of it."""
 
     version: Version
     exists: bool = False
@@ -173,12 +173,12 @@ class VersionRecord:
         return not self.claims and not self.promised and not any(self.holders.values())
 
     def note_published(self, keys: Iterable[LayoutKey], by: ReplicaName) -> None:
-        """That replica has published it to the end: what these lines are is proved by that."""
+        """The replica has finished its publish, which proves the content of these keys."""
         self.proved.update(dict.fromkeys(keys))
         self.note_named(by)
 
     def note_named(self, publisher: ReplicaName) -> None:
-        """That replica has published it to the end."""
+        """The replica has finished its publish."""
         if publisher not in self.named:
             self.named[publisher], self.is_unsettled = None, True
 
@@ -216,7 +216,7 @@ class Model:
 
     name: ModelName
     shards: int  # of the replica that came last
-    most_versions: int
+    max_versions: int
     layout_sets: dict[LayoutSet, None] = field(default_factory=dict)  # in which its replicas are, or were
     has_boxes: bool = False  # a worker has, or had, registered tensors with boxes
     replicas: dict[ReplicaName, Replica] = field(default_factory=dict)
@@ -232,7 +232,7 @@ class Model:
     sites: Counter[str] = field(default_factory=Counter)  # members by site
     hosts: dict[str, dict[WorkerId, None]] = field(default_factory=dict)  # the members of each host
     reliable: dict[LayoutKey, dict[WorkerId, None]] = field(default_factory=dict)  # members that count for retention
-    staying: Staying = field(default_factory=Staying)  # which workers stay with what they hold
+    buffer_holders: BufferHolders = field(default_factory=BufferHolders)
     watches: Watches = field(default_factory=Watches)  # what each member waits for
     changed: dict[Version, None] = field(default_factory=dict)  # versions whose whole holders have changed
     lost: dict[Version, None] = field(default_factory=dict)  # those last said to be lost
@@ -252,10 +252,10 @@ class Model:
             found = self.versions[version] = VersionRecord(version)
             self._changes += 1
             insort(self._ascending, version)
-            if len(self.versions) > self.most_versions:
+            if len(self.versions) > self.max_versions:
                 kept = version, self.newest, *[v for v in self._ascending if self.versions[v].is_established][-1:]
                 idle = [v for v in self._ascending if self.versions[v].is_idle and v not in kept]
-                for v in idle[: len(self.versions) - self.most_versions]:
+                for v in idle[: len(self.versions) - self.max_versions]:
                     del self.versions[v]
                     self.lost.pop(v, None)
                 self._ascending = sorted(self.versions)
@@ -300,7 +300,7 @@ class Model:
 
     def move(self, worker: WorkerId, old: Content, new: Content) -> None:
         """The worker has something else than before: keep the index of holders."""
-        self.staying.move(worker, old, new)
+        self.buffer_holders.move(worker, old, new)
         for version in new.kept:
             if version not in old.kept:
                 self.changed[version] = None  # a leaving worker stays after all, or has a copy now
@@ -347,7 +347,7 @@ class Model:
                 self.versions[version].copy_candidates = {}
 
     def add_holder(self, record: VersionRecord, worker: WorkerId, key: LayoutKey) -> None:
-        """The worker has some of the version in that line, or is about to."""
+        """The worker has some of the version with that key, or is about to."""
         holders = record.holders.setdefault(key, {})
         if worker not in holders:
             holders[worker] = None
@@ -356,7 +356,7 @@ class Model:
                 insort(record.idle.setdefault(key, []), worker)
 
     def remove_holder(self, record: VersionRecord, worker: WorkerId, key: LayoutKey) -> None:
-        """It has nothing of the version in that line any more."""
+        """The worker has nothing of the version with that key any more."""
         holders = record.holders.get(key, {})
         if worker in holders:
             del holders[worker]
@@ -366,7 +366,7 @@ class Model:
                 _take_out(record.idle[key], worker)
 
     def note_load(self, worker: WorkerId, load: int) -> None:
-        """So many reads are open on what the worker has."""
+        """Notes how many reads are open on the worker."""
         if (load > 0) == (worker in self.read_from):
             return
         for version, key in self._held.get(worker, ()):
@@ -381,14 +381,14 @@ class Model:
             del self.read_from[worker]
 
     def note_layout_set(self, layout_set: LayoutSet) -> None:
-        """A replica is cut like that. One that leaves some of the model out has no version whole."""
+        """A replica has that layout set. A partial replica does not count: it holds no version whole."""
         if layout_set not in self.layout_sets and not any(is_partial(key.layout) for key in layout_set):
             self.layout_sets[layout_set] = None
             self._changes += 1
             self.changed.update(dict.fromkeys(self.versions))
 
     def known_layout_sets(self) -> Collection[LayoutSet]:
-        """The cuts in which a version may be had; while nothing is known of any, the plain one."""
+        """The layout sets that may hold a version; the plain one while none is known."""
         return self.layout_sets or (plain_layout_set(self.shards),)
 
     def is_lost(self, record: VersionRecord) -> bool:
@@ -483,10 +483,10 @@ class Model:
         self.closing.pop(worker, None)
         self.watches.watch(worker, ())
 
-    def is_wished(self, version: Version, retain: int) -> bool:
+    def is_retained(self, version: Version, retain: int) -> bool:
         """A worker keeps it though it has no room: it is among the newest `retain`, or pinned.
 
-        `retain` is what the server or the worker's own replica wishes. No other replica can stop it by a higher wish.
+        `retain` is what the server or the worker's own replica keeps. Other replicas do not count.
         """
         self.available()
         known = self._known
@@ -496,7 +496,7 @@ class Model:
 
     def gives_way(self, version: Version, retain: int) -> bool:
         """It goes where there is no room: only another replica wants it kept."""
-        return not self.is_wished(version, retain) and version != self.newest_established
+        return not self.is_retained(version, retain) and version != self.newest_established
 
     def retained(self) -> dict[Version, None]:
         """The versions that no voluntary departure may lose: the newest, the newest established, and what is pinned."""
@@ -585,7 +585,7 @@ class Model:
 
 
 def is_same_content(known: dict[LayoutKey, Digest], roots: dict[LayoutKey, Digest]) -> bool:
-    """That is the version, cut in a way in which it is known."""
+    """These roots are the version's, for layout keys that are known."""
     return all(known.get(key) == root for key, root in roots.items())
 
 

@@ -150,7 +150,7 @@ class Progress:
     def wait(self, chunk: int, timeout_s: float, given_up: Callable[[], bool] | None = None) -> bool:
         """Wait until the chunk is complete (True), or progress failed, time ran out or the waiter gave up (False).
 
-        `given_up` is asked on every wake-up, perhaps with a lock held: it only looks at a flag. The thread that
+        `given_up` is called at each wake-up, perhaps with a lock held, so it may only read a flag. The thread that
         sets the flag calls `wake`.
         """
         deadline = time.monotonic() + timeout_s
@@ -438,8 +438,8 @@ def choose(
                 reasons.append(f"{scheme}: {excluded[endpoint]}")
             else:
                 ways.append(Way(scheme, endpoint, "; ".join(reasons)))
-    strangers = dict.fromkeys(scheme_of(endpoint) for endpoint in offered if scheme_of(endpoint) not in here)
-    reasons += [f"{scheme}: this worker does not have it" for scheme in strangers]
+    unknown = dict.fromkeys(scheme_of(endpoint) for endpoint in offered if scheme_of(endpoint) not in here)
+    reasons += [f"{scheme}: this worker does not have it" for scheme in unknown]
     return tuple(ways), tuple(reasons)
 
 

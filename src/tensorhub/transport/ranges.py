@@ -430,7 +430,7 @@ class Batches:
         return self.rows.stop
 
     @cached_property
-    def most_bytes(self) -> int:
+    def largest_bytes(self) -> int:
         """Of the largest batch."""
         return max((stop - start for start, stop in pairwise(self.bounds)), default=0)
 
@@ -456,8 +456,8 @@ class Batches:
         first_row = array("Q", accumulate(counts, initial=0))
         bounds = array("Q", map(rows.starts.__getitem__, first_row))
         found = cls(rows, first_row, bounds, bytes(len(counts)) if flags is None else flags, source_bytes)
-        if found.most_bytes > MAX_BATCH_BYTES:
-            raise BadPieces(f"a batch of {found.most_bytes} B, where {MAX_BATCH_BYTES} B are the limit")
+        if found.largest_bytes > MAX_BATCH_BYTES:
+            raise BadPieces(f"a batch of {found.largest_bytes} B, where {MAX_BATCH_BYTES} B are the limit")
         return found
 
     def span(self, batch: int) -> tuple[int, int]:
@@ -508,8 +508,8 @@ def _little(words: "array[int]") -> "array[int]":
 class Room:
     """What a source has for all that its readers want at a time."""
 
-    def __init__(self, most_bytes: int = ROOM_BYTES) -> None:
-        self._left = most_bytes
+    def __init__(self, max_bytes: int = ROOM_BYTES) -> None:
+        self._left = max_bytes
         self._lock = threading.Lock()
 
     @contextmanager

@@ -79,7 +79,7 @@ class Mapping:
             self.advise(size_bytes, HUGEPAGE)
 
     def advise(self, size_bytes: int, advice: int) -> None:
-        """Best effort: an older kernel does not know all of it."""
+        """Gives advice that an older kernel may ignore."""
         _libc().madvise(ctypes.c_void_p(self.address), ctypes.c_size_t(size_bytes), ctypes.c_int(advice))
 
     def close(self) -> None:

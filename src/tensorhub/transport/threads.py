@@ -95,7 +95,7 @@ RECENT_S = 60.0  # what was refused longer ago explains nothing
 _FILES = (errno.EMFILE, errno.ENFILE)
 _SCARCE = frozenset((*_FILES, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC, errno.EAGAIN))
 _LIBRARY_BYTES = 1 << 30  # of torch for the CPU, with what it loads
-_MOST_FILES = 2  # that one look-up of a name, or one import, has open at a time
+MAX_FILES = 2  # that one look-up of a name, or one import, has open at a time
 
 FILES = "raise `ulimit -n` (LimitNOFILE of systemd), or close what is not needed; then retry"
 MEMORY = "is there memory left (`ulimit -v`, or memory.max of the container's cgroup)? Retry when there is"
@@ -130,7 +130,7 @@ def lacks_files() -> bool:
     """This process can open next to no file now."""
     with ExitStack() as opened:
         try:
-            for _ in range(_MOST_FILES):
+            for _ in range(MAX_FILES):
                 opened.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
         except OSError as error:
             return error.errno in _FILES

@@ -102,7 +102,7 @@ class RegisteredMemory:
         self.serving = self._it("serve_fill", Filling).version
 
     def advance(self, done: int, chunks: int) -> None:
-        """So many chunks are in place."""
+        """Notes how many chunks are in place."""
         old = self._it("advance", Filling)
         self._become("advance", Filling(old.version, max(old.done, done), chunks))
 

@@ -61,11 +61,11 @@ def update_at_once(worker: WorkerState, hello: Hello, event: Called) -> Version 
     newest = worker.copies.newest_whole
     if not isinstance(worker.buffer, Holding) or (newest is not None and newest > worker.buffer.version):
         return None
-    in_vain = f'update("prefetched") on {worker.me}, which fetches nothing ahead, would never find a version'
+    text_never = f'update("prefetched") on {worker.me}, which fetches nothing ahead, would never find a version'
     if hello.prefetch != "always" and worker.copies.prefetch is None:
-        return Failure("usage", in_vain, 'open(..., prefetch="always"), or call prefetch() before')
+        return Failure("usage", text_never, 'open(..., prefetch="always"), or call prefetch() before')
     if not worker.copies.max_copies:
-        text = f"{in_vain}: its limit on host memory has no room for a copy of {worker.copies.size_bytes} B"
+        text = f"{text_never}: its limit on host memory has no room for a copy of {worker.copies.size_bytes} B"
         return Failure("usage", text, 'raise host_bytes, give it more memory, or update to "latest"')
     return worker.buffer.version if hello.shards == 1 else None
 

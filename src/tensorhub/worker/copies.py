@@ -4,7 +4,7 @@ Peers may read them as they read the buffer. The server says what to offload, fe
 does not fit the worker's own limit.
 
 A release takes two steps, because orders may come late, or from a server that is dead by now. The worker first reports
-the copy as `leaving`. It drops the copy when orders that answer such a report still release it; otherwise the copy
+the copy as `dropping`. It drops the copy when orders that answer that report still release it; otherwise the copy
 stays. A copy that is of no use here any more goes the same way, but never stays. Copies of tensors that were registered
 before cannot fill the present ones, but peers may go on reading them.
 """
@@ -25,17 +25,17 @@ MAX_TRIES = 3  # of copying in, in one call: from memory to memory, what has fai
 
 
 @dataclass
-class Leaving:
+class Dropping:
     """A host copy that is about to go."""
 
     released_in: int  # the first report that said so
     is_final: bool = False  # it is of no use here any more, whatever the server says
-    is_agreed: bool = False  # the server knows that it is leaving and still releases it, or it could never be read
-    is_dropping: bool = False
+    is_agreed: bool = False  # the server knows that it is dropping and still releases it, or it could never be read
+    is_freeing: bool = False
 
     def is_answered(self, acknowledged: int) -> bool:
         """The server that sent orders with that acknowledgement knows of it, and can still decide about it."""
-        return not self.is_dropping and acknowledged >= self.released_in
+        return not self.is_freeing and acknowledged >= self.released_in
 
 
 @dataclass
@@ -55,7 +55,7 @@ class HostCopies:
     error: Failure | None = None  # why the last offload failed
     prefetch: Spec | None = None  # what the caller wants fetched ahead
     pins: tuple[Version, ...] = ()
-    leaving: dict[Version, Leaving] = field(default_factory=dict)
+    dropping: dict[Version, Dropping] = field(default_factory=dict)
     _made: int = 0
     _to_share: tuple[Digest, int] = (Digest(""), 0)  # layout and size of what the open read maps
 
@@ -76,7 +76,7 @@ class HostCopies:
     def whole(self, version: Version | None) -> HostCopy | None:
         """The copy of that version, if it is whole, stays, and can fill the buffer."""
         found = self.by_version.get(version) if version is not None else None
-        is_there = found is not None and found.whole and found.version not in self.leaving
+        is_there = found is not None and found.whole and found.version not in self.dropping
         return found if found is not None and is_there and not self._is_unfit(found) else None
 
     def _is_unfit(self, copy: HostCopy) -> bool:
@@ -109,19 +109,19 @@ class HostCopies:
         """The latest orders. The next report, with that number, is the first that says what they change here."""
         self.offload, self.fetch = orders.offload, orders.fetch
         for copy in self.by_version.values():
-            is_released, leaving = copy.number in orders.release, self.leaving.get(copy.version)
-            if leaving is None and is_released:
-                self.leaving[copy.version] = Leaving(next_report)
-            elif leaving is None or not leaving.is_answered(orders.acknowledged):
+            is_released, dropping = copy.number in orders.release, self.dropping.get(copy.version)
+            if dropping is None and is_released:
+                self.dropping[copy.version] = Dropping(next_report)
+            elif dropping is None or not dropping.is_answered(orders.acknowledged):
                 continue
             elif is_released:
-                leaving.is_agreed = True
-            elif not leaving.is_final:
-                del self.leaving[copy.version]
+                dropping.is_agreed = True
+            elif not dropping.is_final:
+                del self.dropping[copy.version]
 
     def leave(self, version: Version, *, next_report: int) -> None:
         """The copy is of no use here any more: it goes as soon as the server has moved its readers."""
-        self.leaving.setdefault(version, Leaving(next_report)).is_final = True
+        self.dropping.setdefault(version, Dropping(next_report)).is_final = True
 
     def leave_all(self, *, next_report: int) -> None:
         """The worker leaves, and needs none of them."""
@@ -133,7 +133,7 @@ class HostCopies:
         return tuple(
             replace(
                 each,
-                leaving=each.version in self.leaving,
+                dropping=each.version in self.dropping,
                 layout=each.layout if each.layout != self.layout else Digest(""),
                 unfit=each.whole and self._is_unfit(each),
             )
@@ -145,8 +145,8 @@ class HostCopies:
     def may_fetch(self, version: Version, resolved: Version | None) -> bool:
         """A read into a host copy of that version is wanted, and there is room."""
         found = self.by_version.get(version)
-        if version in self.leaving or (found is not None and found.whole) or version not in (self.fetch, resolved):
-            return False  # what was begun of other tensors is leaving
+        if version in self.dropping or (found is not None and found.whole) or version not in (self.fetch, resolved):
+            return False  # what was begun of other tensors is dropping
         return self.may_begin(version)
 
     def begun(self, version: Version, root: Digest) -> None:
@@ -183,16 +183,16 @@ class HostCopies:
         self.sizes[version] = self.size_bytes
 
     def advanced(self, version: Version, done: int, chunks: int) -> None:
-        """So many of its chunks are in place."""
+        """Notes how many of its chunks are in place."""
         found = self.by_version[version]
         self.by_version[version] = replace(found, done=max(found.done, done), chunks=chunks)
 
     def filled(self, version: Version) -> None:
         """Its last chunk is in place."""
-        found, leaving = self.by_version[version], self.leaving.get(version)
+        found, dropping = self.by_version[version], self.dropping.get(version)
         self.by_version[version] = replace(found, done=found.chunks, whole=True)
-        if leaving is not None and leaving.is_final and not leaving.is_agreed:
-            del self.leaving[version]  # its last chunk came just before it was given up
+        if dropping is not None and dropping.is_final and not dropping.is_agreed:
+            del self.dropping[version]  # its last chunk came just before it was given up
 
     # --- copied here --------------------------------------------------------------------------------------------------
 
@@ -212,7 +212,7 @@ class HostCopies:
             self.by_version[version] = replace(self.by_version[version], whole=True)
         else:
             self.error = failure.bounded()
-            self.leaving[version] = Leaving(0, is_final=True, is_agreed=True)  # it was never readable
+            self.dropping[version] = Dropping(0, is_final=True, is_agreed=True)  # it was never readable
 
     def copy_in(self, version: Version) -> CopyIn | None:
         """Begin to fill the buffer from the copy, if it is whole."""
@@ -247,16 +247,16 @@ class HostCopies:
         if reading is not None and reading.to_host:
             busy.append(reading.version)
         found: list[Effect] = []
-        for version, leaving in self.leaving.items():
-            if leaving.is_agreed and not leaving.is_dropping and version not in busy:
-                leaving.is_dropping = True
+        for version, dropping in self.dropping.items():
+            if dropping.is_agreed and not dropping.is_freeing and version not in busy:
+                dropping.is_freeing = True
                 found.append(DropCopy(version))
         return found
 
     def dropped(self, version: Version) -> None:
         """Its memory is free."""
-        leaving = self.leaving.get(version)
-        if leaving is None or not leaving.is_dropping:
+        dropping = self.dropping.get(version)
+        if dropping is None or not dropping.is_freeing:
             raise InvariantViolation(f"the copy of version {version} was dropped, which was not asked for")
-        del self.leaving[version], self.by_version[version], self.sizes[version]
+        del self.dropping[version], self.by_version[version], self.sizes[version]
         self.mapped.pop(version, None)

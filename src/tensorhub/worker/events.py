@@ -19,7 +19,7 @@ class Connected:
 
 @dataclass(frozen=True, slots=True)
 class Disconnected:
-    """That connection is gone."""
+    """The connection is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Called:
     claim: Version | None = None  # of an unpublish
     waits: bool = False  # of a replicate
     metadata: Digest = Digest("")  # of a publish: of what it says beside its tensors
-    grid: Digest = Digest("")  # of a publish: of the tiles that it has cut
+    grid: Digest = Digest("")  # of a publish: of its tiles
     missed: Failure | None = None  # why it is none: it failed before it was made, and counts all the same
     former: Digest = Digest("")  # of a publish: the same content's root without boxes, published here before
 

@@ -47,7 +47,7 @@ class Parts:
 
     @property
     def are_complete(self) -> bool:
-        """A read can begin with what is granted: every line of a cut is in it."""
+        """A read can begin: every key of a layout set has its grant."""
         return bool(self.granted) and len(self.granted) == self.granted[0].parts
 
     def begin(self) -> Ticket:
@@ -132,7 +132,7 @@ class ReadSlot:
     is_opening: bool = False  # it fetches the manifest only
     is_opened: bool = False  # the manifest is here, and it waits for the buffer
     is_stopping: bool = False
-    is_barred: bool = False  # while it stops: the shell has said that it writes nothing any more
+    is_barred: bool = False  # true once the shell has confirmed, during the stop, that it writes nothing
     closed: Ticket = Ticket(0)
     trust_until: float = -inf
     root: Digest = Digest("")  # of the content that is being read
@@ -308,7 +308,7 @@ class ReadSlot:
         self.failures, self.last_failure = [], ""
 
     def failed(self, reading: Reading, failure: Failure) -> None:
-        """That read has failed by itself: the next reports say so."""
+        """The read has failed by itself, and the next reports say so."""
         why = shortened(failure.message, MAX_WORDS)
         way = f" by {reading.transport}" if reading.transport else ""
         self.last_failure = f"the last read, from {reading.source}{way}, had failed: {why}"

@@ -367,7 +367,7 @@ class WorkerState:
 
     @property
     def versions_at_hand(self) -> list[Version | None]:
-        """These, and what is being read: all of it may be here before the server is heard again."""
+        """Those versions, and the one that is being read: it may be complete before the server is heard again."""
         coming = [self.reading.version] if self.reading is not None else []
         return [*self.versions_here, *coming, *([self.buffer.version] if isinstance(self.buffer, Filling) else [])]
 
@@ -391,6 +391,6 @@ def contradiction(worker: WorkerState) -> str | None:
     if isinstance(buffer, Holding | Withdrawing) and slot.may_write:
         return f"holds {buffer.version} while {reading} still writes"
     copies = worker.copies
-    if copies.count > copies.max_copies and not copies.leaving:
+    if copies.count > copies.max_copies and not copies.dropping:
         return f"has {copies.count} host copies where {copies.max_copies} are allowed"
     return None

@@ -127,7 +127,7 @@ typedef struct {
     large_t *large; /* what all of `ours` lies in; NULL: it is none of that kind */
     unsigned char *doubted; /* a byte for each chunk: came lent and wrong, and was asked for once more */
     double ahead_s, fast_bytes_per_s, tell_s;
-    uint64_t ahead_first, ahead_most, tile_bytes;
+    uint64_t ahead_first, max_ahead, tile_bytes;
     /* From here on: what changes. */
     _Atomic uint32_t lock; /* of `next`: 0 free, 1 taken, 2 taken and waited for */
     _Atomic uint32_t streams; /* those with a higher index ask for no more */

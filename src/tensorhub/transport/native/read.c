@@ -174,7 +174,7 @@ static int ask_ahead(stream_t *stream) {
 static void adjust(stream_t *stream, double took_s) {
     const read_t *read = stream->read;
     if (took_s < read->ahead_s)
-        stream->ahead = stream->ahead * 2 < read->ahead_most ? stream->ahead * 2 : read->ahead_most;
+        stream->ahead = stream->ahead * 2 < read->max_ahead ? stream->ahead * 2 : read->max_ahead;
     else if (took_s > 2 * read->ahead_s)
         stream->ahead = stream->ahead / 2 > 2 ? stream->ahead / 2 : 2;
 }

@@ -188,7 +188,7 @@ class Mover:
             fast_bytes_per_s=settings.stream_rate_bytes_per_s,
             tell_s=TELL_EVERY_S,
             ahead_first=max(2, min(most, settings.stream_bytes // chunk_bytes)),
-            ahead_most=most,
+            max_ahead=most,
             tile_bytes=tile_bytes,
             streams=streams,
         )

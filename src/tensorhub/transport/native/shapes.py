@@ -96,7 +96,7 @@ class ReadState(Structure):
         ("large", POINTER(Large)),
         ("doubted", c_void_p),
         *_of(c_double, "ahead_s fast_bytes_per_s tell_s"),
-        *_of(c_uint64, "ahead_first ahead_most tile_bytes"),
+        *_of(c_uint64, "ahead_first max_ahead tile_bytes"),
         *_of(c_uint32, "lock streams"),
         ("next", c_uint64),
         *_of(c_uint32, "is_over events may_write is_lent_to"),

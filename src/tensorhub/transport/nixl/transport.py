@@ -622,7 +622,7 @@ class NixlTiles(AnnouncedTiles, NixlStream):
         Raises `HostMemoryFull`, and `TransportMissing` if NIXL cannot have ours.
         """
         if self._landing is None or self._lying is None:
-            landing = Landing(self._batches.most_bytes)
+            landing = Landing(self._batches.largest_bytes)
             try:
                 self._meeting.agent.know(landing, [landing.place])
             except Broken as error:

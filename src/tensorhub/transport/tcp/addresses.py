@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 SCHEME = "tcp"
 MAX_ADDRESSES = 8  # of one endpoint, which a peer may have made
 _WILDCARDS = ("", "0.0.0.0", "::")
-_BACKLOG = 1024  # a full queue drops the SYN and costs its sender a second; with 16, strangers filled it within 20 ms
+_BACKLOG = (
+    1024  # a full queue drops the SYN and costs its sender a second; with 16, other programs filled it within 20 ms
+)
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 _GLOBAL, _LINK = "00", "20"  # scopes, in /proc/net/if_inet6
 
@@ -314,7 +316,7 @@ os.register_at_fork(after_in_child=_forget)
 # cannot get through is left out: the others do its work.
 
 
-_MOST_FOUND = 4  # of one host name; each may cost `connect_s`
+MAX_FOUND = 4  # of one host name; each may cost `connect_s`
 _NO_PORT_YET = getattr(socket, "IP_BIND_ADDRESS_NO_PORT", 24)  # Linux: a port is chosen when it connects
 
 
@@ -356,7 +358,7 @@ def _reach(
     failure = Vanished("the host has no address")
     try:
         every = look_up(job, addresses[at], within_s or job.settings.connect_s)
-        for family, kind, protocol, _, found in every[:_MOST_FOUND]:
+        for family, kind, protocol, _, found in every[:MAX_FOUND]:
             wire = wire_for(job, family, kind, protocol)
             try:
                 if leave_from:

@@ -135,7 +135,7 @@ class StreamCount:
     def _may_widen(self, rate: float) -> bool:
         settings, wider = self._settings, 2 * self.streams
         is_held_up_by_cores = 0 < settings.stream_rate_bytes_per_s * self.streams <= rate
-        most = min(settings.most_streams, self._cores) if is_held_up_by_cores else settings.most_streams
+        most = min(settings.max_streams, self._cores) if is_held_up_by_cores else settings.max_streams
         return wider <= most and rate > 0 and rate >= settings.probe_rate_bytes_per_s
 
     def _change(self, streams: int) -> None:
@@ -148,7 +148,7 @@ class StreamCount:
 _HINTS = {
     "token": "give both workers the same token",
     "version": "install the same version of TensorHub on both workers",
-    "stranger": "the endpoint belongs to another program",
+    "foreign": "the endpoint belongs to another program",
     "busy": "read from another source, or raise max_connections",
 }
 
@@ -318,7 +318,7 @@ class Job:
             f"{self.endpoint} does not serve {self.key!r} ({self.received_bytes} B done): {refusal.message}",
             hint=_HINTS.get(refusal.code),
         )
-        if refusal.code in ("token", "version", "stranger"):
+        if refusal.code in ("token", "version", "foreign"):
             error.__cause__ = Refused(refusal.message)  # retrying the same source cannot help
         return error
 
@@ -572,7 +572,7 @@ class Stream:
 
 
 SCARCE_TIMES = 2  # as many streams to a device: while the chunk of one is copied and judged there, another receives
-LEAST_CHUNKS = 8  # for each stream that is there, left to ask for: else another one is not worth its connection
+MIN_CHUNKS = 8  # for each stream that is there, left to ask for: else another one is not worth its connection
 
 
 class TcpRead(Read):
@@ -708,7 +708,7 @@ class TcpRead(Read):
                 stream.await_room()  # before the others: what there is of it is this one's
             job.generation = welcome.generation
             job.begin(wanted, streams, stream.mover_for(wanted, streams))
-            if self.has_links and settings.most_streams > 1:
+            if self.has_links and settings.max_streams > 1:
                 self._stream_count = StreamCount(
                     settings, 1, cores=os.cpu_count() or 1, least=min(streams, job.addresses)
                 )
@@ -799,7 +799,7 @@ class TcpRead(Read):
     def _look(self) -> None:
         """Have more streams, or fewer, if that is what the rate says."""
         count, missing = self._stream_count, self.job.missing
-        if count is None or missing is None or missing < LEAST_CHUNKS * self.streams:
+        if count is None or missing is None or missing < MIN_CHUNKS * self.streams:
             return
         streams = count.look(time.monotonic(), self.job.arrived_bytes)
         if streams != self.streams:

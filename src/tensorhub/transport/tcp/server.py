@@ -57,62 +57,63 @@ _log = logging.getLogger(__name__)
 
 # --- Limits unauthenticated connections, and those of readers.
 #
-# Any host may connect: a stranger has a second, and room that strangers share. A new stranger takes the place of the
-# oldest one of the address that has most. A reader with the right token and a key that is there has a place until it
-# leaves. Where all places are taken, a new reader gets that of one which asks for nothing. Used with the server's lock.
+# Any host may connect. An unauthenticated connection has a second, and shares its room with the others. A new one takes
+# the place of the oldest one of the address that has most. A reader with the right token and a known key is admitted,
+# and has a place until it leaves. If all places are taken, a new reader gets that of a reader that asks for nothing.
+# Used with the server's lock.
 
 
-MAX_STRANGERS = 64  # at a time, each with a thread; as many more that are cut and about to leave
+MAX_UNAUTHENTICATED = 64  # at a time, each with a thread; as many more that are cut and about to leave
 
 
 class Admission:
     """All connections of one server."""
 
-    def __init__(self, most_welcome: int) -> None:
-        self._most_welcome = most_welcome
-        self._strangers: dict[Wire, threading.Thread] = {}  # oldest first
-        self._welcome: dict[Wire, threading.Thread] = {}  # oldest first
+    def __init__(self, max_readers: int) -> None:
+        self._max_readers = max_readers
+        self._unauthenticated: dict[Wire, threading.Thread] = {}  # oldest first
+        self._admitted: dict[Wire, threading.Thread] = {}  # oldest first
 
     def __len__(self) -> int:
-        return len(self._strangers) + len(self._welcome)
+        return len(self._unauthenticated) + len(self._admitted)
 
     def enter(self, wire: Wire, thread: threading.Thread) -> bool:
-        """A stranger comes, and an older one goes if there are too many. False: there is no room at all."""
-        if len(self._strangers) >= 2 * MAX_STRANGERS:
+        """Takes in an unauthenticated connection, and cuts an older one if there are too many. False: no room."""
+        if len(self._unauthenticated) >= 2 * MAX_UNAUTHENTICATED:
             return False
-        waiting = [other for other in self._strangers if not other.is_cut]
-        if len(waiting) >= MAX_STRANGERS:
+        waiting = [other for other in self._unauthenticated if not other.is_cut]
+        if len(waiting) >= MAX_UNAUTHENTICATED:
             of_each = Counter(other.peer for other in waiting)
             max(waiting, key=lambda other: of_each[other.peer]).cut()  # of several the oldest
-        self._strangers[wire] = thread
+        self._unauthenticated[wire] = thread
         return True
 
-    def welcome(self, wire: Wire, *, is_further: bool, idle_s: Callable[[Wire], float], may_idle_s: float) -> bool:
-        """It has said what it wants to read, and may be served. False: there is no room for it.
+    def admit(self, wire: Wire, *, is_further: bool, idle_s: Callable[[Wire], float], may_idle_s: float) -> bool:
+        """The connection is authenticated and may be served. False: there is no room for it.
 
         Further streams of a read take half of the room at most, and no other's place: the rest is for readers that are
         not served yet. `idle_s` tells how long a reader has asked for nothing; above `may_idle_s` it makes room.
         """
-        most = -(-self._most_welcome // 2) if is_further else self._most_welcome
-        served = [other for other in self._welcome if not other.is_cut]
+        most = -(-self._max_readers // 2) if is_further else self._max_readers
+        served = [other for other in self._admitted if not other.is_cut]
         if len(served) >= most:
             idlest = max(served, key=idle_s)  # of several the oldest
-            if is_further or idle_s(idlest) <= may_idle_s or len(self._welcome) >= 2 * self._most_welcome:
+            if is_further or idle_s(idlest) <= may_idle_s or len(self._admitted) >= 2 * self._max_readers:
                 return False
             idlest.cut()
-        self._welcome[wire] = self._strangers.pop(wire)
+        self._admitted[wire] = self._unauthenticated.pop(wire)
         return True
 
     def leave(self, wire: Wire) -> None:
         """It is gone."""
-        self._strangers.pop(wire, None)
-        self._welcome.pop(wire, None)
+        self._unauthenticated.pop(wire, None)
+        self._admitted.pop(wire, None)
 
     def cut_all(self) -> list[threading.Thread]:
         """Cut all. Returns their threads, which will end."""
-        for wire in (*self._strangers, *self._welcome):
+        for wire in (*self._unauthenticated, *self._admitted):
             wire.cut()
-        return [*self._strangers.values(), *self._welcome.values()]
+        return [*self._unauthenticated.values(), *self._admitted.values()]
 
 
 # --- What a source exports, as its readers see it.
@@ -520,7 +521,7 @@ class TcpServer:
         tune(sock, self._settings)
         with self._changed:
             is_taken = not self._is_closed and self._admission.enter(wire, thread)
-            self._changed.notify_all()  # a stranger that waits for its key may have been cut
+            self._changed.notify_all()  # an unauthenticated connection that waits for its key may have been cut
             self._counts["connections_accepted" if is_taken else "connections_refused"] += 1
         try:
             if is_taken:
@@ -554,7 +555,7 @@ class TcpServer:
 
     def _converse(self, wire: Wire, interval: ShortSwitchInterval) -> None:
         settings = self._settings
-        wire.limit_waits(receive_s=settings.most_greeting_s, send_s=settings.patience_s)
+        wire.limit_waits(receive_s=settings.max_greeting_s, send_s=settings.patience_s)
         answer = self._judge(wire)
         if isinstance(answer, Refusal):
             self._count("connections_refused")
@@ -578,14 +579,14 @@ class TcpServer:
     def _judge(self, wire: Wire) -> Refusal | tuple[Served, Hello]:
         """Hear what it wants to read. It is inside the export when this returns, unless it is refused.
 
-        A reader that waits for a key is a stranger as long: it takes no place from those whose key is there.
+        A reader that waits for a key is not admitted yet: it takes no place from readers with a known key.
         """
         try:
-            hello = wire.receive_greeting(self._settings.most_greeting_s)
+            hello = wire.receive_greeting(self._settings.max_greeting_s)
         except Garbled as error:
             return Refusal(error.code, str(error))
         except Silent as error:
-            return Refusal("stranger", str(error))
+            return Refusal("foreign", str(error))
         if not isinstance(hello, Hello):
             return Refusal("malformed", "a reader begins with Hello")
         if (refusal := self.why_refused(wire, hello)) is not None:
@@ -599,9 +600,9 @@ class TcpServer:
                 return Refusal("gone", "it was withdrawn or replaced")
             if served is None:
                 return Refusal("unknown-key", f"nothing is exported as {hello.key!r}")
-            may_idle_s = self._settings.most_greeting_s
+            may_idle_s = self._settings.max_greeting_s
             is_further = bool(hello.generation)
-            if not self._admission.welcome(wire, is_further=is_further, idle_s=self._idle_s, may_idle_s=may_idle_s):
+            if not self._admission.admit(wire, is_further=is_further, idle_s=self._idle_s, may_idle_s=may_idle_s):
                 return Refusal("busy", f"all {self._settings.max_connections} connections are taken")
             if (refusal := self.why_not(served) if served.ended is None else Refusal("gone", served.ended)) is not None:
                 return refusal

@@ -45,11 +45,11 @@ class TcpSettings:
     far_streams: int = 4
     # Of a read that gets more from each doubling (`StreamCount`): where the path limits each stream, as clouds do to 5
     # Gbit/s and a long round trip does to its window.
-    most_streams: int = 8
+    max_streams: int = 8
     # What comes slower inside a site is held up by its link; 5 Gbit/s, to which clouds limit one stream, are 6.2e8.
     probe_rate_bytes_per_s: float = 5e8
     probe_s: float = 0.25  # in which a rate is measured: five looks
-    # 32 direct readers with 2 streams; selection builds chains long before. Strangers have room of their own.
+    # 32 direct readers with 2 streams; selection builds chains long before. Unauthenticated ones do not count.
     max_connections: int = 64
     # From here on a source lends its memory, and copies nothing: what is on its way, 36 MiB at most, is then with its
     # reader within 36 ms, so that no withdrawal waits long for it.
@@ -64,7 +64,7 @@ class TcpSettings:
     withdraw_grace_s: float = 0.1  # a chunk of 4 MiB at 1 Gbit/s takes 34 ms: its reader is told why
 
     def __post_init__(self) -> None:
-        sizes = ("streams", "far_streams", "most_streams", "probe_s", "stream_bytes", "ahead_bytes", "max_connections")
+        sizes = ("streams", "far_streams", "max_streams", "probe_s", "stream_bytes", "ahead_bytes", "max_connections")
         for name in ("silence_s", "greet_s", "connect_s", "ahead_s", *sizes):
             if getattr(self, name) <= 0:
                 raise UsageError(f"tcp transport: {name} is {getattr(self, name)}, but must be more than 0")
@@ -82,8 +82,8 @@ class TcpSettings:
         )
 
     @property
-    def most_greeting_s(self) -> float:
-        """How long a source bears a stranger that has not greeted."""
+    def max_greeting_s(self) -> float:
+        """How long a source waits for the greeting of a new connection."""
         return min(self.greet_s, self.silence_s)
 
     @property

@@ -129,7 +129,7 @@ def _unsent_bytes(sock: socket.socket) -> int:
 IS_THERE = sys.platform == "linux" and hasattr(os, "splice")
 
 PIPE_BYTES = 1 << 20  # what a user without rights may ask for; 256 pages
-LEAST_PIPE_BYTES = 1 << 18  # with less, for a user that has many pipes, the calls cost more than the copies
+MIN_PIPE_BYTES = 1 << 18  # with less, for a user that has many pipes, the calls cost more than the copies
 
 
 class Pipe:
@@ -168,7 +168,7 @@ def open_pipe() -> Pipe | None:
     except OSError:  # this user has too many pages in pipes
         size_bytes = 0
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # the lowest free number is given out: so many are taken
-    if size_bytes < LEAST_PIPE_BYTES or 0 <= limit <= 2 * pipe.ends[0]:  # the other half is for connections
+    if size_bytes < MIN_PIPE_BYTES or 0 <= limit <= 2 * pipe.ends[0]:  # the other half is for connections
         pipe.close()
         return None
     return pipe
@@ -270,7 +270,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
 
 
 class Refusal(msgspec.Struct, frozen=True, array_like=True, tag="refusal"):
-    """Why not. Codes: stranger, version, token, busy, unknown-key, gone, malformed, failed."""
+    """Why not. Codes: foreign, version, token, busy, unknown-key, gone, malformed, failed."""
 
     code: str
     message: str
@@ -429,7 +429,7 @@ class Wire:
         deadline = time.monotonic() + within_s
         magic, version, _, length = GREETING.unpack(self._receive(GREETING.size, deadline))
         if magic != MAGIC:
-            raise Garbled("the peer does not speak the protocol of the TensorHub tcp transport", "stranger")
+            raise Garbled("the peer does not speak the protocol of the TensorHub tcp transport", "foreign")
         if version != VERSION:
             raise Garbled(f"this worker speaks version {VERSION} of the tcp transport, its peer {version}", "version")
         if length > MAX_GREETING_BYTES:
