@@ -15,7 +15,7 @@ from tensorhub.protocol.layout import Box
 from tensorhub.reshard.grid import BoxTable, Grid, grid_of, table_of, tiles_of
 from tensorhub.reshard.plan import Source, derive_manifest
 from tensorhub.reshard.read import Across
-from tensorhub.reshard.wire import Cut, decode_cut, grid_digest, layout_digest, publish_cut
+from tensorhub.reshard.wire import TiledShard, decode_tiled_shard, grid_digest, layout_digest, publish_tiled_shard
 from tensorhub.runtime.config import worker_options
 from tensorhub.runtime.opening import make_transport
 from tensorhub.transport.base import Export, Progress, Transport, read_to_end
@@ -47,7 +47,7 @@ class Pieces:
         self._registration: Registration | None = None
         self._table: BoxTable | None = None
         self._grid: Grid | None = None
-        self._cut: Cut | None = None
+        self._cut: TiledShard | None = None
         self._rows = self._array  # what the other side has, or wants: rows of equal length
         self._raw_source: RawSource | None = None
         self._raw_reader: RawReader | None = None
@@ -84,7 +84,7 @@ class Pieces:
         assert self._registration is not None
         assert self._table is not None
         assert self._grid is not None
-        self._cut = publish_cut(self._registration, tiles_of(self._table, self._grid))
+        self._cut = publish_tiled_shard(self._registration, tiles_of(self._table, self._grid))
         plain = register({"plain": self._array.reshape(-1)[:size_bytes]})
         manifest = build_manifest(plain, CHUNK_BYTES)
         endpoints = {}
@@ -114,7 +114,7 @@ class Pieces:
 
     def know(self, cut: str, cut_root: str) -> None:
         """What the source has published."""
-        self._cut = decode_cut(base64.b64decode(cut), cut_root)  # type: ignore[arg-type]
+        self._cut = decode_tiled_shard(base64.b64decode(cut), cut_root)  # type: ignore[arg-type]
 
     def read_pieces(self, kind: str, endpoint: str, key: str) -> dict[str, object]:
         """All that this side wants. Planned beforehand; timed from the first word to the last tile."""

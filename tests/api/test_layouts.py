@@ -332,7 +332,7 @@ def test_verify_none_is_refused_with_boxes(server):
 def test_shards_that_heard_of_different_readers_cut_anew(replica, monkeypatch):
     """A reader has registered between the questions of two shards."""
     trainer, engine = replica("trainer", (0, 100, ROWS), 0), replica("engine", (0, 64, COLUMNS), 1)
-    real, asked = questions.fetch_cuts, []
+    real, asked = questions.fetch_layouts, []
 
     async def fetch(options, model, deadline, *, replica):
         found = await real(options, model, deadline, replica=replica)
@@ -346,8 +346,8 @@ def test_shards_that_heard_of_different_readers_cut_anew(replica, monkeypatch):
         shards = tuple(type(one)(one.replica, one.shard, one.shards, number) for number, one in enumerate(view.shards))
         return type(view)(shards, view.boxes)
 
-    monkeypatch.setattr(questions.CutsView, "_renumbered", renumbered, raising=False)
-    monkeypatch.setattr(questions, "fetch_cuts", fetch)
+    monkeypatch.setattr(questions.LayoutsView, "_renumbered", renumbered, raising=False)
+    monkeypatch.setattr(questions, "fetch_layouts", fetch)
     publish(trainer, 1)
     assert len(asked) >= 4
     assert fill(engine) == 1

@@ -121,13 +121,15 @@ def test_what_a_publisher_says_of_its_tensors_is_checked_before_memory_is_laid_o
     trainer, _ = join("t")
     trainer.register({"w": np.zeros(4, np.float32)}, boxes=boxes)
     trainer.publish(1)
-    describe, cuts_of = answers.describe, answers.cuts_of
+    describe, living_layouts = answers.describe, answers.living_layouts
     monkeypatch.setattr(loading, "allocate", lambda layout: pytest.fail(f"memory for {layout}"))
     if boxes is None:
         evil = Layout((TensorSpec("w", "object", (4,), (1,), 0, 16),), 16).encode()
         monkeypatch.setattr(answers, "describe", lambda *given: replace(describe(*given), layout=evil))
     else:
-        monkeypatch.setattr(answers, "cuts_of", lambda *given: replace(cuts_of(*given), boxes=(b"nonsense",)))
+        monkeypatch.setattr(
+            answers, "living_layouts", lambda *given: replace(living_layouts(*given), boxes=(b"nonsense",))
+        )
     for ask in (
         lambda: tensorhub.load("m@latest", server=server.address, timeout=20),
         lambda: tensorhub.connect(server.address, timeout=20).layout("m", "latest"),

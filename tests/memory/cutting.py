@@ -17,7 +17,7 @@ from tensorhub.protocol.manifest import TileManifest
 from tensorhub.reshard.grid import BoxTable, Tiles, table_of
 from tensorhub.reshard.plan import Source
 from tensorhub.reshard.read import Across
-from tensorhub.reshard.wire import Cut
+from tensorhub.reshard.wire import TiledShard
 from tensorhub.transport.ranges import gather
 
 DTYPES = ("uint8", "int16", "float32", "int64")
@@ -214,7 +214,8 @@ def fill_across(
     """Fetch every tile, batch by batch. Raises `CorruptTransfer` at the first one that is not what was announced."""
     across = Across(reader, tiles, manifest)
     for tile_sink in across.tile_sinks(sources):
-        for batch in tile_sink.begin(Cut(tile_sink.source.table, tiles.grid, tile_sink.source.manifest).encode()):
+        shown = TiledShard(tile_sink.source.table, tiles.grid, tile_sink.source.manifest)
+        for batch in tile_sink.begin(shown.encode()):
             ranges = tile_sink.batches.rows.ranges(*tile_sink.batches.span(batch))
             with tile_sink.stream.writing(*tile_sink.batches.span(batch)) as (view,):
                 view[:] = gather(shards[tile_sink.number].registration.stream, ranges)

@@ -25,7 +25,7 @@ from tensorhub.protocol.layout import Box
 from tensorhub.reshard.grid import Cutting, table_of, tiles_of
 from tensorhub.reshard.plan import Source, derive_manifest
 from tensorhub.reshard.read import Across
-from tensorhub.reshard.wire import grid_digest, layout_digest, publish_cut
+from tensorhub.reshard.wire import grid_digest, layout_digest, publish_tiled_shard
 from tensorhub.transport.cuda import Pages, Ring
 from tensorhub.transport.sealed import Sealed
 
@@ -340,7 +340,7 @@ def test_rows_of_two_shards_become_columns_of_one(is_turned: bool) -> None:
         cutting.add_publisher(its)
     cutting.add_other(table)
     grid = cutting.grid()
-    cuts = [publish_cut(its, tiles_of(cut, grid)) for its, cut in zip(rows, tables, strict=True)]
+    cuts = [publish_tiled_shard(its, tiles_of(cut, grid)) for its, cut in zip(rows, tables, strict=True)]
     sources = [Source(f"trainer[{at}]", cut.table, cut.manifest) for at, cut in enumerate(cuts)]
     tiles = tiles_of(table, grid)
     manifest = derive_manifest(tiles, sources, layout=layout_digest(table), grid=grid_digest(grid))

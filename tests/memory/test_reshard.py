@@ -37,15 +37,15 @@ from tensorhub.reshard.grid import BoxTable, Cutting, Grid, Tiles, grid_of, tabl
 from tensorhub.reshard.plan import Plan, Source, derive_manifest, plan_reads
 from tensorhub.reshard.read import Across, Offer, TileSink, grid_for, tiled_version, version_from, whole_layout
 from tensorhub.reshard.wire import (
-    Cut,
-    decode_cut,
+    TiledShard,
     decode_grid,
     decode_table,
+    decode_tiled_shard,
     encode_grid,
     encode_table,
     grid_digest,
     layout_digest,
-    publish_cut,
+    publish_tiled_shard,
 )
 
 from .cutting import Model, Shard, draw_layout, draw_model, fill_across
@@ -64,7 +64,7 @@ def shard_of(arrays: dict[str, np.ndarray], boxes: dict[str, list[Box]] | None =
 
 
 def source_of(shard: Shard, grid: Grid, name: str = "trainer[0]") -> Source:
-    return Source(name, shard.table, publish_cut(shard.registration, tiles_of(shard.table, grid)).manifest)
+    return Source(name, shard.table, publish_tiled_shard(shard.registration, tiles_of(shard.table, grid)).manifest)
 
 
 def fill_from(reader: Shard, publisher: Shard, grid: Grid) -> None:
@@ -211,7 +211,10 @@ def test_the_next_version_is_planned_anew_only_where_a_layout_or_the_grid_has_ch
     reader = shard_of({"w": matrix(64, 32)}, {"w": [Box("w", (64, 64), (0, 32), (64, 32), 0, (32, 1))]})
 
     def tile_sinks_of(grid: Grid) -> list[TileSink]:
-        cut, tiles = publish_cut(publisher.registration, tiles_of(publisher.table, grid)), tiles_of(reader.table, grid)
+        cut, tiles = (
+            publish_tiled_shard(publisher.registration, tiles_of(publisher.table, grid)),
+            tiles_of(reader.table, grid),
+        )
         source = Source("trainer[0]", cut.table, cut.manifest)
         layout = layout_digest(reader.table)
         manifest = derive_manifest(tiles, [source], layout=layout, grid=grid_digest(grid))
@@ -291,7 +294,7 @@ def test_what_a_source_shows_is_judged_by_its_digest_before_a_table_is_made(monk
 
     def refused() -> None:
         with pytest.raises(CorruptTransfer, match="128 times") as caught:
-            decode_cut(bomb, good.root())
+            decode_tiled_shard(bomb, good.root())
         found.append(caught)
 
     assert peak_of(refused) < 5 * MIB
@@ -300,7 +303,7 @@ def test_what_a_source_shows_is_judged_by_its_digest_before_a_table_is_made(monk
     monkeypatch.setattr(wire, "_check_cuts", None)
     for shown in ([other.boxes, grid, manifest], [registration.boxes, other_grid(other), manifest]):
         with pytest.raises(CorruptTransfer, match=r"m/t-1: .* a layout with another digest"):
-            Offer("m/t-1", good.root(), msgspec.msgpack.encode(shown)).cut  # noqa: B018
+            Offer("m/t-1", good.root(), msgspec.msgpack.encode(shown)).shard  # noqa: B018
 
 
 def other_grid(registration) -> bytes:
@@ -399,7 +402,7 @@ def crumbs(extent: int, offered: np.ndarray, *, tiles: int, algorithm: str) -> t
     digests = b"" if algorithm == "none" else bytes(16 * tiles)
     names = (wire.layout_digest(mine), wire.grid_digest(grid))
     manifest = TileManifest(*names, algorithm, tiles, digests, "salt" if algorithm == "none" else "")
-    return registration, Offer("m/t[0]", manifest.root(), Cut(mine, grid, manifest).encode())
+    return registration, Offer("m/t[0]", manifest.root(), TiledShard(mine, grid, manifest).encode())
 
 
 @pytest.mark.parametrize(
@@ -473,7 +476,7 @@ def fine_grid(publisher: list[Shard], *others: list[Shard]) -> Grid:
 
 
 def manifest_of(shard: Shard, grid: Grid) -> TileManifest:
-    return publish_cut(shard.registration, tiles_of(shard.table, grid)).manifest
+    return publish_tiled_shard(shard.registration, tiles_of(shard.table, grid)).manifest
 
 
 def sources_of(publisher: list[Shard], grid: Grid) -> list[Source]:

@@ -22,7 +22,7 @@ from tensorhub.reshard.copies import COLUMNS
 from tensorhub.reshard.grid import Cutting, tiles_of
 from tensorhub.reshard.plan import Source, derive_manifest
 from tensorhub.reshard.read import Across
-from tensorhub.reshard.wire import grid_digest, layout_digest, publish_cut
+from tensorhub.reshard.wire import grid_digest, layout_digest, publish_tiled_shard
 
 from .cutting import draw_layout, draw_model
 
@@ -257,7 +257,7 @@ def test_tiles_of_any_layout_land_and_go_to_their_places(library: ctypes.CDLL, m
         if seed % 3:
             cutting.add_other(reader.table)
         grid = cutting.grid()
-        cut = publish_cut(publisher.registration, tiles_of(publisher.table, grid))
+        cut = publish_tiled_shard(publisher.registration, tiles_of(publisher.table, grid))
         source, tiles = Source("trainer", cut.table, cut.manifest), tiles_of(reader.table, grid)
         layout = layout_digest(reader.table)
         manifest = derive_manifest(tiles, [source], layout=layout, grid=grid_digest(grid))

@@ -18,7 +18,7 @@ from tensorhub.protocol.errors import CorruptTransfer, HostMemoryFull, SessionLo
 from tensorhub.reshard import copies
 from tensorhub.reshard.plan import Source
 from tensorhub.reshard.read import Across
-from tensorhub.reshard.wire import Cut
+from tensorhub.reshard.wire import TiledShard
 from tensorhub.transport.base import Transport
 from tensorhub.transport.local import transport as local_transport
 from tensorhub.transport.native import load, reads
@@ -71,7 +71,9 @@ def is_fetched(request: pytest.FixtureRequest, kind: kit.Kind, monkeypatch: pyte
     return bool(request.param)
 
 
-def check_read(source: Transport, reader: Transport, drawn: Columns, cuts: Sequence[Cut], *, batch_bytes: int) -> None:
+def check_read(
+    source: Transport, reader: Transport, drawn: Columns, cuts: Sequence[TiledShard], *, batch_bytes: int
+) -> None:
     """All that the reader wants comes, and nothing else of its memory is touched."""
     model, publisher, target, grid = drawn
     for number, (shard, cut) in enumerate(zip(publisher, cuts, strict=True)):

@@ -18,7 +18,7 @@ from tensorhub.protocol.errors import TensorHubError
 from tensorhub.reshard.grid import Cutting, Grid, tiles_of
 from tensorhub.reshard.plan import Source, derive_manifest
 from tensorhub.reshard.read import Across, TileSink
-from tensorhub.reshard.wire import Cut, grid_digest, layout_digest, publish_cut
+from tensorhub.reshard.wire import TiledShard, grid_digest, layout_digest, publish_tiled_shard
 from tensorhub.transport.base import Export, Progress, Read, Transport
 
 from . import kit
@@ -56,8 +56,8 @@ def drawn(chance: Random, *, is_known: bool = True) -> Columns:
     return Columns(model, publisher, reader, cutting.grid())
 
 
-def cuts_of(publisher: Sequence[Shard], grid: Grid) -> list[Cut]:
-    return [publish_cut(shard.registration, tiles_of(shard.table, grid)) for shard in publisher]
+def cuts_of(publisher: Sequence[Shard], grid: Grid) -> list[TiledShard]:
+    return [publish_tiled_shard(shard.registration, tiles_of(shard.table, grid)) for shard in publisher]
 
 
 class Landing(kit.Pieces):
@@ -77,7 +77,7 @@ class Landing(kit.Pieces):
         return stand_in.land(source, self._spans, *what, digests=digests)
 
 
-def exported(transport: Transport, key: str, shard: Shard, cut: Cut, progress: Progress | None = None) -> None:
+def exported(transport: Transport, key: str, shard: Shard, cut: TiledShard, progress: Progress | None = None) -> None:
     """What the shard has now; a host copy of it where the kind under test maps such."""
     registration = shard.registration
     progress = progress or Progress(-(-registration.size_bytes // CHUNK), complete=True)
@@ -92,7 +92,7 @@ def exported(transport: Transport, key: str, shard: Shard, cut: Cut, progress: P
     transport.export(Export(key, cut.encode(), CHUNK, registration.stream, progress))
 
 
-def sources_of(cuts: Sequence[Cut]) -> list[Source]:
+def sources_of(cuts: Sequence[TiledShard]) -> list[Source]:
     return [Source(f"trainer[{number}]", cut.table, cut.manifest) for number, cut in enumerate(cuts)]
 
 

@@ -177,7 +177,7 @@ class ShardView(msgspec.Struct, frozen=True):
     replica: str
     shard: int
     shards: int
-    boxes: int  # its place in `CutsView.boxes`
+    boxes: int  # its place in `LayoutsView.boxes`
 
 
 class AnewView(msgspec.Struct, frozen=True):
@@ -192,7 +192,7 @@ class AnewView(msgspec.Struct, frozen=True):
         return self.failure is not None or (self.is_begun and not self.awaited)
 
 
-class CutsView(msgspec.Struct, frozen=True):
+class LayoutsView(msgspec.Struct, frozen=True):
     """The layouts of all living workers of a model, where known."""
 
     shards: tuple[ShardView, ...] = ()

@@ -57,7 +57,16 @@ from .grid import (
     words,
 )
 from .plan import BATCH_BYTES, Order, Plan, Source, derive_manifest, orders_of, plan_reads, tile_digests
-from .wire import FEW_TILES, Cut, check_cut, decode_cut, decode_table, grid_digest, layout_digest, publish_cut
+from .wire import (
+    FEW_TILES,
+    TiledShard,
+    check_tiled_shard,
+    decode_table,
+    decode_tiled_shard,
+    grid_digest,
+    layout_digest,
+    publish_tiled_shard,
+)
 
 # --- One read from one source of a fill across layouts: a `Sink` that wants batches of tiles.
 #
@@ -134,7 +143,7 @@ class TileSink:
     def begin(self, manifest: bytes) -> Sequence[int]:
         """All batches. `CorruptTransfer` if this is another content than the plan was made for."""
         self._fill.check()
-        check_cut(manifest, self._root)  # its layout is known: nothing is unpacked
+        check_tiled_shard(manifest, self._root)  # its layout is known: nothing is unpacked
         return self._open
 
     def terms(self) -> Terms | None:
@@ -367,7 +376,7 @@ COPIES = 4  # of one tile at a reader, on average: tied weights, and what it kee
 class TiledVersion:
     """A shard's boxes, the grid, a digest for each tile; and where the tiles lie in the registered stream."""
 
-    cut: Cut
+    shard: TiledShard
     tiles: Tiles
     size_bytes: int
     chunk_bytes: int  # in which what is there is counted
@@ -381,15 +390,15 @@ class TiledVersion:
 
     @property
     def digests(self) -> bytes:
-        return self.cut.manifest.digests
+        return self.shard.manifest.digests
 
     @property
     def metadata(self) -> bytes:
-        return self.cut.manifest.metadata
+        return self.shard.manifest.metadata
 
     @cached_property
     def _root(self) -> Digest:
-        return self.cut.manifest.root()
+        return self.shard.manifest.root()
 
     def root(self) -> Digest:
         """The content's identity, in this layout."""
@@ -397,7 +406,7 @@ class TiledVersion:
 
     @cached_property
     def _encoded(self) -> bytes:
-        return self.cut.encode()
+        return self.shard.encode()
 
     def encode(self) -> bytes:
         """As it travels ahead of the bytes."""
@@ -485,7 +494,7 @@ def tiled_version(registration: Registration, grid: Grid, chunk_bytes: int, *, m
     """
     tiles = tiles_of(_table(registration), grid)
     return TiledVersion(
-        publish_cut(registration, tiles, metadata=metadata), tiles, registration.size_bytes, chunk_bytes
+        publish_tiled_shard(registration, tiles, metadata=metadata), tiles, registration.size_bytes, chunk_bytes
     )
 
 
@@ -523,21 +532,21 @@ class Offer:
         self._shown = shown
 
     @cached_property
-    def cut(self) -> Cut:
+    def shard(self) -> TiledShard:
         """Raises `CorruptTransfer` if it is not what the server named."""
         try:
-            return decode_cut(self._shown, self._root)
+            return decode_tiled_shard(self._shown, self._root)
         except CorruptTransfer as error:
             raise CorruptTransfer(f"{self.name}: {error}") from error
 
     @cached_property
     def source(self) -> Source:
-        return Source(self.name, self.cut.table, self.cut.manifest)
+        return Source(self.name, self.shard.table, self.shard.manifest)
 
     @cached_property
     def is_whole(self) -> bool:
         """Others can read all that it has: it is cut as was known when the version was published."""
-        return bool(tiles_of(self.cut.table, self.cut.grid).is_whole.all())
+        return bool(tiles_of(self.shard.table, self.shard.grid).is_whole.all())
 
 
 def version_from(registration: Registration, offers: Sequence[Offer], chunk_bytes: int) -> TiledVersion:
@@ -548,10 +557,10 @@ def version_from(registration: Registration, offers: Sequence[Offer], chunk_byte
     content; `SourceLost` where others may have what these cannot show.
     """
     registration.check_fillable()
-    table, cuts = _table(registration), [offer.cut for offer in offers]
-    grid, digest = cuts[0].grid, cuts[0].manifest.grid
-    for offer, cut in zip(offers, cuts, strict=True):
-        if cut.manifest.grid != digest:
+    table, shards = _table(registration), [offer.shard for offer in offers]
+    grid, digest = shards[0].grid, shards[0].manifest.grid
+    for offer, shard in zip(offers, shards, strict=True):
+        if shard.manifest.grid != digest:
             raise CorruptTransfer(f"{offer.name} has another grid than {offers[0].name}: they are not of one version")
     spans = spans_of(table, grid)
     try:
@@ -565,12 +574,12 @@ def version_from(registration: Registration, offers: Sequence[Offer], chunk_byte
             raise
         text = f"{', '.join(partly)} registered after that version was published, and can show only parts of some tiles"
         raise SourceLost(f"{text}: {error}", hint="others who hold it can; or publish the next version") from error
-    return TiledVersion(Cut(table, grid, manifest), tiles, registration.size_bytes, chunk_bytes)
+    return TiledVersion(TiledShard(table, grid, manifest), tiles, registration.size_bytes, chunk_bytes)
 
 
 def _wanted(table: BoxTable, grid: Grid, spans: Spans, offers: Sequence[Offer]) -> Tiles:
     """The tiles of a reader. Not made where the grid has far more of them than the sources have digests for."""
-    shown = sum(offer.cut.manifest.tile_count for offer in offers)
+    shown = sum(offer.shard.manifest.tile_count for offer in offers)
     if spans.tile_count > max(FEW_TILES, COPIES * shown):
         names = ", ".join(offer.name for offer in offers)
         raise LayoutMismatch(f"{spans.tile_count} tiles are wanted, and {names} have {shown} of that version")

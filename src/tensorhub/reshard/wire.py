@@ -290,8 +290,8 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(frozen=True, eq=False)
-class Cut:
-    """A shard as it was cut and published."""
+class TiledShard:
+    """A shard as it was published: its boxes, the grid, and a digest of each tile."""
 
     table: BoxTable
     grid: Grid
@@ -305,7 +305,7 @@ class Cut:
 _decoder = msgspec.msgpack.Decoder(_Wire)
 
 
-def decode_cut(data: bytes, expected: Digest) -> Cut:
+def decode_tiled_shard(data: bytes, expected: Digest) -> TiledShard:
     """A source's shard. Raises `CorruptTransfer` unless it is what the server named by that root."""
     found, manifest = _checked(data, expected)
     try:
@@ -319,10 +319,10 @@ def decode_cut(data: bytes, expected: Digest) -> Cut:
     if tile_count != manifest.tile_count or tile_count > max(FEW_TILES, len(manifest.digests) // DIGEST_BYTES):
         text = f"of which its manifest names {manifest.tile_count}, with {len(manifest.digests)} B of digests"
         raise CorruptTransfer(f"the source's boxes have {tile_count} tiles, {text}")
-    return Cut(table, grid, manifest)
+    return TiledShard(table, grid, manifest)
 
 
-def check_cut(data: bytes, expected: Digest) -> None:
+def check_tiled_shard(data: bytes, expected: Digest) -> None:
     """Nothing but whether it is what the server named by that root. Raises `CorruptTransfer`."""
     _checked(data, expected)
 
@@ -338,7 +338,7 @@ def _checked(data: bytes, expected: Digest) -> tuple[_Wire, TileManifest]:
     return found, manifest
 
 
-def publish_cut(registration: Registration, tiles: Tiles, *, metadata: bytes = b"") -> Cut:
+def publish_tiled_shard(registration: Registration, tiles: Tiles, *, metadata: bytes = b"") -> TiledShard:
     """What is registered now, tile by tile. Blocks. The tensors must not be written meanwhile.
 
     Raises `UsageError` naming tensors whose memory was freed.
@@ -347,4 +347,4 @@ def publish_cut(registration: Registration, tiles: Tiles, *, metadata: bytes = b
         raise UsageError("a layout whose boundaries are no cuts of the grid has tiles that it holds only in part")
     layout, grid, digests = layout_digest(tiles.table), grid_digest(tiles.grid), tile_digests(registration, tiles)
     manifest = TileManifest(layout, grid, ALGORITHM, len(tiles), digests, "", metadata)
-    return Cut(tiles.table, tiles.grid, manifest)
+    return TiledShard(tiles.table, tiles.grid, manifest)

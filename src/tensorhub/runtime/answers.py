@@ -16,7 +16,7 @@ from ..protocol.status import ModelView, Status
 from ..server import Server
 from ..server.admission import begin_anew
 from ..server.calls import held_by, next_version
-from ..server.layouts import cuts_of, describe
+from ..server.layouts import describe, living_layouts
 from .questions import VersionExists, spec_of_text
 
 # Long polls. Equal questions share an answer, found once for a burst of reports. All questions together take `SHARE` of
@@ -228,7 +228,7 @@ class Answers:
         app.router.add_get("/v1/held", self._held)
         app.router.add_get("/v1/next_version", self._next_version)
         app.router.add_get("/v1/described", self._described)
-        app.router.add_get("/v1/cuts", self._cuts)
+        app.router.add_get("/v1/layouts", self._layouts)
         app.router.add_delete("/v1/numbers", self._begin_anew)
 
     async def _wait(self, request: web.Request) -> web.StreamResponse:
@@ -288,7 +288,7 @@ class Answers:
         self._check_is_on(is_final=found.is_final)
         return web.Response(body=msgspec.msgpack.encode(found), content_type="application/msgpack")
 
-    async def _cuts(self, request: web.Request) -> web.StreamResponse:
+    async def _layouts(self, request: web.Request) -> web.StreamResponse:
         """The layouts of a model's living replicas, now."""
         self._authorise(request)
         try:
@@ -296,7 +296,7 @@ class Answers:
         except KeyError as error:
             raise web.HTTPBadRequest(text=f"{error}\n") from error
         asker = ReplicaName(request.query.get("replica", ""))
-        found = cuts_of(self._machine.state, model, asker)
+        found = living_layouts(self._machine.state, model, asker)
         return web.Response(body=msgspec.msgpack.encode(found), content_type="application/msgpack")
 
     async def _begin_anew(self, request: web.Request) -> web.StreamResponse:

@@ -58,14 +58,14 @@ from .driver import AFTER_DEADLINE_S, Driver, failed
 from .loops import in_thread
 from .questions import check_held, fetch_cuts, siblings, wait_for_holders, wait_for_version
 
-# Tiles. All shards of a replica cut the same grid, from what the server says of all living replicas. If another replica
-# registers just then, the server says so, and all shards cut anew.
+# Tiles. All shards of a replica make the same grid from the layouts of all living replicas, which the server knows.
+# If another replica registers just then, the server says so, and all shards make it anew.
 
 
-async def cut(
+async def prepare_tiles(
     options: Options, me: WorkerId, shards: int, registration: Registration, metadata: bytes, deadline: float
 ) -> Callable[[], TiledVersion]:
-    """What has to be done, in a thread, to know what is registered now. Asks the server how all others are cut.
+    """A function that hashes the registered tensors, for a thread. Asks the server for all layouts.
 
     Raises `GroupIncomplete` for siblings that are not there, or have registered nothing with boxes, and `GroupMismatch`
     for those that say another number of shards.
@@ -78,9 +78,9 @@ async def cut(
     return partial(_hashed, registration, make_grid, options.chunk_bytes, metadata)
 
 
-def again(known: TiledVersion, registration: Registration) -> TiledVersion:
-    """What is registered now, cut as it was. Blocks."""
-    return tiled_version(registration, known.cut.grid, known.chunk_bytes, metadata=known.metadata)
+def tile_again(known: TiledVersion, registration: Registration) -> TiledVersion:
+    """The registered tensors as they are now, in the same tiles. Blocks."""
+    return tiled_version(registration, known.shard.grid, known.chunk_bytes, metadata=known.metadata)
 
 
 def _hashed(
@@ -112,14 +112,14 @@ async def hashed(
         return held  # what was never hashed cannot be hashed again: it is taken for what it was
     if isinstance(held, TiledVersion):
         if held.is_whole:
-            return await by(deadline, what, partial(again, held, registration))
+            return await by(deadline, what, partial(tile_again, held, registration))
         changed, _ = await by(deadline, what, partial(changed_tensors, registration, held))  # as far as can be told
         if changed:
             text = f"{me} holds that version, but these tensors were changed since: {some(changed)}"
             raise VersionConflict(text, hint=HELD_HINT)
         return held
     if registration.table is not None:
-        return await by(deadline, what, await cut(options, me, shards, registration, metadata, deadline))
+        return await by(deadline, what, await prepare_tiles(options, me, shards, registration, metadata, deadline))
     chunk_bytes = options.chunk_bytes if held is None else held.chunk_bytes  # equal bytes have equal roots then
     salt = uuid4().hex
     build = partial(build_manifest, registration, chunk_bytes, verify=options.verify, salt=salt)
@@ -159,8 +159,8 @@ async def by(deadline: float, what: str, work: Callable[[], T]) -> T:
 
 
 def grid_of(known: Known) -> Digest:
-    """Of the tiles that were cut: all shards of a publish cut the same."""
-    return known.cut.manifest.grid if isinstance(known, TiledVersion) else Digest("")
+    """The digest of the grid, which is the same for all shards of a publish."""
+    return known.shard.manifest.grid if isinstance(known, TiledVersion) else Digest("")
 
 
 # A thread that holds two shards of one replica, and waits for the call of the first, waits for itself. It is told so

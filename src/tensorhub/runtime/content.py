@@ -315,7 +315,7 @@ class Looking(Trusted):
     def begin(self, manifest: bytes) -> Sequence[int]:
         self.check()
         offer = Offer(str(self._grant.source), self._grant.root, bytes(manifest))
-        self.batches = replace(NOTHING, source_bytes=offer.cut.table.size_bytes)
+        self.batches = replace(NOTHING, source_bytes=offer.shard.table.size_bytes)
         self.offer = offer
         return ()
 

@@ -32,7 +32,7 @@ from ..protocol.errors import (
 from ..protocol.manifest import Json, Layout, decode_layout, decode_manifest, decode_metadata
 from ..protocol.messages import Spec, parse_spec
 from ..protocol.names import Decoder, Digest, Undecodable, Version, WorkerId, decoded, is_tiled, plain, plain_number
-from ..protocol.status import AnewView, CutsView, DescribedView, HeldView, LayoutView, Status, TensorView
+from ..protocol.status import AnewView, DescribedView, HeldView, LayoutsView, LayoutView, Status, TensorView
 from ..reshard.read import tied, whole_layout
 from ..transport.base import ByteStream, Sink
 from ..transport.ranges import Batches
@@ -99,7 +99,7 @@ class VersionExists(msgspec.Struct, frozen=True):
 _exists = msgspec.json.Decoder(VersionExists)
 _held = msgspec.json.Decoder(HeldView)
 _anew = msgspec.json.Decoder(AnewView)
-_cuts = msgspec.msgpack.Decoder(CutsView)
+_layouts = msgspec.msgpack.Decoder(LayoutsView)
 _described = msgspec.msgpack.Decoder(DescribedView)
 
 
@@ -205,10 +205,10 @@ async def wait_for_description(
         raise CorruptTransfer(text, hint="load another version, and look at its publisher") from error
 
 
-async def fetch_cuts(options: Options, model: str, deadline: float, *, replica: str = "") -> CutsView:
+async def fetch_layouts(options: Options, model: str, deadline: float, *, replica: str = "") -> LayoutsView:
     """The layouts of a model's living replicas, and the known shards of one. Raises `ServerUnreachable`."""
     asked = _Asked(options, f"the layouts of {model}", deadline)
-    found = await asked.until("/v1/cuts", {"model": model, "replica": replica}, _cuts, lambda _: True)
+    found = await asked.until("/v1/layouts", {"model": model, "replica": replica}, _layouts, lambda _: True)
     if found is None:
         raise _unreachable(options, asked.why)
     if not all(0 <= view.boxes < len(found.boxes) for view in found.shards):
@@ -218,14 +218,14 @@ async def fetch_cuts(options: Options, model: str, deadline: float, *, replica: 
 
 async def siblings(
     options: Options, me: WorkerId, shards: int, registration: Registration, deadline: float, *, what: str
-) -> CutsView:
+) -> LayoutsView:
     """All layouts, once the server has heard of every shard of this replica, and of this one as it is now.
 
     `what` it is asked for is said in errors: they are those of `cut`.
     """
     pause_s, began, absent_since = SIBLING_AGAIN_S, time.monotonic(), time.monotonic()
     while True:
-        found = await fetch_cuts(options, me.model, deadline, replica=me.replica)
+        found = await fetch_layouts(options, me.model, deadline, replica=me.replica)
         mine = {view.shard: view for view in found.shards if view.replica == me.replica}
         is_heard = me.shard in mine and found.boxes[mine[me.shard].boxes] == registration.boxes
         missing = [shard for shard in range(shards) if shard not in mine]
@@ -408,7 +408,7 @@ async def whole_layout_of(options: Options, model: str, laid: Laid, deadline: fl
     Raises `SourceLost` where no replica that has it is there in all its shards, `CorruptTransfer` where none of those
     that are has boxes that can be.
     """
-    found, wrong = await fetch_cuts(options, model, deadline), ""
+    found, wrong = await fetch_layouts(options, model, deadline), ""
     for replica in laid.cut_by:
         mine = {view.shard: view for view in found.shards if view.replica == replica}
         if mine and len(mine) == next(iter(mine.values())).shards:
@@ -517,9 +517,9 @@ class _TilesSink(_ManifestSink):
         self.batches = Batches.of(array("q"), [], 0)
 
     def begin(self, manifest: bytes) -> Sequence[int]:
-        from ..reshard.wire import decode_cut  # with numpy, which nothing else here needs
+        from ..reshard.wire import decode_tiled_shard  # with numpy, which nothing else here needs
 
-        found = decode_cut(manifest, Digest(self._root))
+        found = decode_tiled_shard(manifest, Digest(self._root))
         self.metadata = found.manifest.metadata
         self.batches = replace(self.batches, source_bytes=found.table.size_bytes)
         return ()

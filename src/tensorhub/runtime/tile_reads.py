@@ -90,7 +90,7 @@ class Covering:
 
 def _tensors(offers: Iterable[Offer]) -> tuple[GlobalTensor, ...]:
     """What the sources have together, by name."""
-    found = {tensor.name: tensor for offer in offers for tensor in offer.cut.table.tensors}
+    found = {tensor.name: tensor for offer in offers for tensor in offer.shard.table.tensors}
     return tuple(found[name] for name in sorted(found))
 
 
@@ -697,7 +697,7 @@ class TilePlane:
         content.fill = Across(
             content.registration,
             tiled.tiles,
-            tiled.cut.manifest,
+            tiled.shard.manifest,
             on_stored=lambda _: self._stored(held()),
             chunk_bytes=tiled.chunk_bytes,
         )

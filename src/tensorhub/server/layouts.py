@@ -6,7 +6,7 @@ from ..protocol.errors import UsageError
 from ..protocol.manifest import difference_hint, layout_difference
 from ..protocol.messages import MAX_PARTS, Failure, Spec
 from ..protocol.names import Digest, ModelName, ReplicaName, Shard, is_tiled
-from ..protocol.status import CutsView, DescribedView, ShardView, SourceView
+from ..protocol.status import DescribedView, LayoutsView, ShardView, SourceView
 from . import state as facts
 from .groups import Replica
 from .members import LayoutKey, LayoutSet, Member
@@ -205,7 +205,7 @@ def is_kept_by_spot(state: State, record: VersionRecord, key: LayoutKey) -> bool
 # --- The layouts of the living replicas of a model. A publisher divides its tensors into tiles for all of them.
 
 
-def cuts_of(state: State, name: ModelName, asker: ReplicaName | None = None) -> CutsView:
+def living_layouts(state: State, name: ModelName, asker: ReplicaName | None = None) -> LayoutsView:
     """The boxes of every living worker of the model, each once, and which workers have them.
 
     And which shards of the asker's replica are there.
@@ -224,7 +224,7 @@ def cuts_of(state: State, name: ModelName, asker: ReplicaName | None = None) -> 
     mine = model.replicas.get(asker) if model is not None and asker is not None else None
     here, missed = _siblings(state, mine) if mine is not None else ((), "")
     patience_s = state.settings.lease_s if not state.is_recovering else None
-    return CutsView(tuple(shards), tuple(numbers), here, missed, patience_s)
+    return LayoutsView(tuple(shards), tuple(numbers), here, missed, patience_s)
 
 
 def _siblings(state: State, replica: Replica) -> tuple[tuple[int, ...], str]:
