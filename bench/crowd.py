@@ -192,7 +192,7 @@ class Crowd:
         }
 
     def close(self) -> None:
-        """Cut every line."""
+        """Cuts every connection."""
         self._thread.wait(self._close(), deadline=time.monotonic() + 30.0, what="close")
 
     async def _close(self) -> None:

@@ -27,7 +27,7 @@ BESIDE = (("local", "pieces"), ("local", "plain program"), ("tcp", "pieces"), ("
 
 
 class Sides:
-    """A source and a reader that are cut in other ways."""
+    """A source and a reader with different layouts."""
 
     def __init__(self, size_bytes: int, run_bytes: int, *, is_gathered: bool) -> None:
         self.size_bytes = size_bytes

@@ -217,8 +217,8 @@ class Weights(Worker):
         and only that is held and read, so masters may change outside of `publish`, `replicate` and `update`. A fill
         ends by giving them the buffer's numbers, exactly, or is refused. Raises `HostMemoryFull` without room for it.
         `boxes`: by name, which parts of which global tensors lie where in a tensor (docs/layouts.md); one not named is
-        whole, a DTensor what its placements say. So replicas that are cut differently read from each other. `partial`:
-        some of the model is left out on purpose; without it, a replica with gaps is refused every version.
+        whole, a DTensor what its placements say. Replicas with different layouts can then read from each other.
+        `partial`: some of the model is left out on purpose; without it, a replica with gaps is refused every version.
         `leave_out`: names, or patterns with *, of what is not registered. A module with state that only `state_dict()`
         knows (extra state, packed weights, what a hook adds) is a `UsageError` that names it, unless it is left out.
         """

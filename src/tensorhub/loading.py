@@ -95,7 +95,7 @@ async def load_async(
     after. Reads from a worker that holds the version, as any replica does, and blocks until all of it is there and
     verified. `timeout` is for all of that (300 s), the others are as of `open`. Raises `VersionUnavailable`,
     `ServerUnreachable`, `Refused`, what `replicate` raises, and `UsageError` for several shards that were published
-    without boxes: see `load_shards`. What was published with boxes comes as whole tensors, however it was cut.
+    without boxes: see `load_shards`. A version with boxes comes as whole tensors, whatever its layout.
     """
     (found,) = await loop_thread().here(run(asked(reference, timeout, **where), only_one=True))
     return found

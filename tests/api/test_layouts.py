@@ -1,4 +1,4 @@
-"""Replicas that are cut in different ways, or hold a part of the model, read versions of each other."""
+"""Replicas with different layouts, or with a part of the model, read versions of each other."""
 
 import contextlib
 import itertools

@@ -145,7 +145,7 @@ class Node:
 
 
 class Fleet:
-    """A model, its publishers, and the first shard of readers that are cut in another way."""
+    """A model, its publishers, and the first shard of readers with another layout."""
 
     def __init__(self, seed: int, *, publishers: int = 2, readers: int = 1, make: Callable = TcpTransport) -> None:
         self.chance = Random(seed)

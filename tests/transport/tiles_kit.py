@@ -29,7 +29,7 @@ CHUNK = 64
 
 
 class Columns(NamedTuple):
-    """A model, its publishers, a reader of it that is cut in another way, and the grid."""
+    """A model, its publishers, a reader of it with another layout, and the grid."""
 
     model: Model
     publisher: list[Shard]

@@ -20,7 +20,7 @@ LOOK_S = 0.25
 
 
 def _boxes(job: Job, tensors: Tensors) -> dict[str, list[tensorhub.Box]] | None:
-    """Which part of what each tensor is, where rollouts are cut in another way than the trainer."""
+    """The part of the global tensor that each tensor is, if rollouts have another layout than the trainer."""
     if not STRATEGIES[job.strategy].is_recut:
         return None
     boxes, offset = [], 0

@@ -1,4 +1,4 @@
-"""A model in one process, in whole tensors: read however its publisher has cut it, or published tensor by tensor."""
+"""A model in one process, in whole tensors: read from any layout, or published tensor by tensor."""
 
 import logging
 import time

@@ -385,7 +385,7 @@ async def layout_of(options: Options, model: str, spec: Spec, deadline: float) -
 
 
 class Laid(NamedTuple):
-    """A version, how each of its shards lies in memory, and the replicas that have it cut with boxes, if it is."""
+    """A version, how each of its shards lies in memory, and the replicas that hold it with boxes, if any."""
 
     version: int
     layouts: list[Layout]
