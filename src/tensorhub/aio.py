@@ -95,7 +95,7 @@ async def join(model: str, replica: str, shard: int, shards: int, reliable: bool
     while True:
         opening = open_client(model, replica, shard, shards, reliable, options, deadline)
         try:
-            return Weights(await thread.here(opening, undo=leave_at_once), thread)
+            return Weights(await thread.run_here(opening, undo=leave_at_once), thread)
         except Refused:  # this user's first server may have made the token after this worker looked for it
             before, options = options, with_own_token(options)
             if options == before:
@@ -430,7 +430,7 @@ class Weights(Worker):
             work.close()
             raise
         self._client.callers.note()
-        return self._thread.here(work, undo=undo)
+        return self._thread.run_here(work, undo=undo)
 
 
 def connect(
@@ -461,7 +461,7 @@ class View(Caller):
     async def status(self, *, model: str = "", timeout: float | None = None) -> Status:  # noqa: ASYNC109 - our own deadline
         """The whole picture, or that of one model."""
         self._check_process()
-        return await self._thread.here(fetch_status(self._options, model=model, deadline=self._deadline(timeout)))
+        return await self._thread.run_here(fetch_status(self._options, model=model, deadline=self._deadline(timeout)))
 
     async def models(self) -> list[str]:
         """Names of all models, sorted."""
@@ -486,7 +486,7 @@ class View(Caller):
         `ServerUnreachable`, `DeadlineExceeded`.
         """
         self._check(model)
-        return await self._thread.here(wait_for_number(self._options, model, self._deadline(timeout)))
+        return await self._thread.run_here(wait_for_number(self._options, model, self._deadline(timeout)))
 
     async def begin_anew(self, model: str, *, timeout: float | None = None) -> None:  # noqa: ASYNC109 - our own deadline
         """Forget the numbers of a model, so that its trainer may begin with 0 again: `tensorhub rm`.
@@ -506,7 +506,7 @@ class View(Caller):
         `ServerUnreachable`, `DeadlineExceeded`, `UsageError`.
         """
         self._check(model)
-        return await self._thread.here(layout_of(self._options, model, plain_spec(spec), self._deadline(timeout)))
+        return await self._thread.run_here(layout_of(self._options, model, plain_spec(spec), self._deadline(timeout)))
 
     async def metadata(self, model: str, spec: Spec = "latest", *, timeout: float | None = None) -> dict[str, Json]:  # noqa: ASYNC109 - our own deadline
         """What the publisher of a version said beside its tensors, {} if nothing.
@@ -514,7 +514,7 @@ class View(Caller):
         Asked of a holder by `tcp`, and verified. Raises as `layout` does; `SourceLost` where none can be reached.
         """
         self._check(model)
-        return await self._thread.here(metadata_of(self._options, model, plain_spec(spec), self._deadline(timeout)))
+        return await self._thread.run_here(metadata_of(self._options, model, plain_spec(spec), self._deadline(timeout)))
 
     async def transfers(self) -> tuple[Transfer, ...]:
         """Which worker reads what from which now, and why from there."""

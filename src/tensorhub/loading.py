@@ -97,7 +97,7 @@ async def load_async(
     `ServerUnreachable`, `Refused`, what `replicate` raises, and `UsageError` for several shards that were published
     without boxes: see `load_shards`. A version with boxes comes as whole tensors, whatever its layout.
     """
-    (found,) = await loop_thread().here(run(asked(reference, timeout, **where), only_one=True))
+    (found,) = await loop_thread().run_here(run(asked(reference, timeout, **where), only_one=True))
     return found
 
 
@@ -108,7 +108,7 @@ async def load_shards_async(
     **where: Unpack[LoadArguments],
 ) -> list[Loaded]:
     """As `load`, of a model of any number of shards: the tensors of each of them, in order, all of one version."""
-    return await loop_thread().here(run(asked(reference, timeout, **where), only_one=False))
+    return await loop_thread().run_here(run(asked(reference, timeout, **where), only_one=False))
 
 
 def load(reference: str, *, timeout: float | None = None, **where: Unpack[LoadArguments]) -> Loaded:

@@ -173,7 +173,7 @@ def test_a_cancelled_coroutine_of_another_loop_takes_back_what_it_had_opened():
         closed.append(it)
 
     async def story():
-        task = asyncio.create_task(thread.here(make(), undo=close))
+        task = asyncio.create_task(thread.run_here(make(), undo=close))
         await asyncio.sleep(0)  # it has asked for it; now this loop does not look until it is there
         assert made.wait(5)
         thread.wait(_nothing(), deadline=time.monotonic() + 5, what="a turn of the loop")

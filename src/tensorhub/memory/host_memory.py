@@ -291,7 +291,7 @@ def _tensor(sizes: tuple[int, ...], dtype: "torch.dtype") -> "torch.Tensor":
     size_bytes = _size_bytes(sizes, dtype.itemsize)
     if not size_bytes:
         return torch.empty(sizes, dtype=dtype)
-    flat = torch.frombuffer(_memory(size_bytes), dtype=torch.uint8)
+    flat = torch.frombuffer(_allocate(size_bytes), dtype=torch.uint8)
     return flat.view(dtype).view(sizes)
 
 
@@ -310,7 +310,7 @@ def _array(sizes: tuple[int, ...], dtype: object) -> "np.ndarray[Any, np.dtype[A
     size_bytes = _size_bytes(sizes, found.itemsize)
     if not size_bytes:
         return np.empty(sizes, dtype=found)
-    return np.frombuffer(_memory(size_bytes), dtype=found).reshape(sizes)
+    return np.frombuffer(_allocate(size_bytes), dtype=found).reshape(sizes)
 
 
 def _size_bytes(sizes: tuple[int, ...], item_bytes: int) -> int:
@@ -320,7 +320,7 @@ def _size_bytes(sizes: tuple[int, ...], item_bytes: int) -> int:
     return size_bytes
 
 
-def _memory(size_bytes: int) -> "memoryview | mmap.mmap":
+def _allocate(size_bytes: int) -> "memoryview | mmap.mmap":
     """Writable bytes from the beginning of a page on, which last as long as the answer."""
     with contextlib.suppress(Unmappable):
         found, memory, start = _arenas.take(size_bytes)

@@ -284,7 +284,7 @@ class LoopThread:
         self._left.add(task)
         task.add_done_callback(self._left.discard)
 
-    async def here(self, work: Coroutine[object, object, T], *, undo: Undo[T] | None = None) -> T:
+    async def run_here(self, work: Coroutine[object, object, T], *, undo: Undo[T] | None = None) -> T:
         """Run it in the loop and await it from any loop; a cancelled caller cancels it, as an interrupt of `wait`."""
         loop = asyncio.get_running_loop()
         if loop is self.loop:

@@ -69,7 +69,7 @@ def take_across(state: State, member: Member, across: Across | None) -> None:
         if read is None:
             continue
         if across.is_opened:
-            read.pace.rest(state.now)  # it waits for the buffer
+            read.pace.restart(state.now)  # it waits for the buffer
         else:
             arrived = max(0, part.arrived_bytes)
             window_s = selection.pace_window_s(state)

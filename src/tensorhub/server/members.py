@@ -88,7 +88,7 @@ class Pace:
     _first: int | None = None  # chunks in place when it began
     _marks: deque[tuple[float, int]] = field(default_factory=deque)
 
-    def rest(self, now: float) -> None:
+    def restart(self, now: float) -> None:
         """Starts measuring anew: it can bring nothing now, or its reader could not report."""
         self.moved_at = self.told_at = now
         self.rate, self._part_bytes = None, self.arrived_bytes
@@ -106,7 +106,7 @@ class Pace:
         is_other = arrived_bytes < self.arrived_bytes or done < self.done  # another transport, another fill
         self.arrived_bytes = arrived_bytes
         if is_other or not self._marks or self.told_at < now - over_s:
-            self.rest(now)  # it began at some time after its reader's last report
+            self.restart(now)  # it began at some time after its reader's last report
         part_bytes = max(MIN_PART_BYTES if not chunk_bytes else 1, chunk_bytes // PARTS)
         if done > self.done or arrived_bytes >= self._part_bytes + part_bytes:
             self.moved_at, self._part_bytes = now, arrived_bytes
@@ -435,7 +435,7 @@ class Roll:
 # stopped: its source must not change a buffer that a reader may still read.
 
 
-K = TypeVar("K")
+Key = TypeVar("Key")
 
 
 @dataclass
@@ -564,7 +564,7 @@ class OpenReads:
         return [read for reads in self._of_reader.values() for read in reads.values()]
 
 
-def _forget(table: dict[WorkerId, dict[K, OpenRead]], key: WorkerId, name: K) -> None:
+def _forget(table: dict[WorkerId, dict[Key, OpenRead]], key: WorkerId, name: Key) -> None:
     reads = table[key]
     del reads[name]
     if not reads:

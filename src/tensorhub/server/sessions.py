@@ -373,7 +373,7 @@ def note_pace(state: State, reader: Member) -> None:
         return
     done, chunks, is_filled = reader.filled(read.version, to_host=read.grant.to_host)
     if told.is_opened and not is_filled:
-        read.pace.rest(now)  # it has the manifest, and waits for its buffer
+        read.pace.restart(now)  # it has the manifest, and waits for its buffer
         read.began_at = now
         return
     chunk_bytes = reader.report.size_bytes // chunks if chunks > 0 else 0
