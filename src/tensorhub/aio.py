@@ -497,7 +497,7 @@ class View(Caller):
         `VersionUnavailable` for a model that the server does not know, `ServerUnreachable`, `DeadlineExceeded`.
         """
         self._check(model)
-        await self._thread.here(begin_anew(self._options, model, self._deadline(timeout)))
+        await self._thread.run_here(begin_anew(self._options, model, self._deadline(timeout)))
 
     async def layout(self, model: str, spec: Spec = "latest", *, timeout: float | None = None) -> LayoutView:  # noqa: ASYNC109 - our own deadline
         """What a version is made of, without registering it: names, dtypes and shapes, shard by shard.

@@ -56,7 +56,7 @@ from .connection import encode
 from .content import Known, changed_tensors
 from .driver import AFTER_DEADLINE_S, Driver, failed
 from .loops import in_thread
-from .questions import check_held, fetch_cuts, siblings, wait_for_holders, wait_for_version
+from .questions import check_held, fetch_layouts, siblings, wait_for_holders, wait_for_version
 
 # Tiles. All shards of a replica make the same grid from the layouts of all living replicas, which the server knows.
 # If another replica registers just then, the server says so, and all shards make it anew.
@@ -330,7 +330,7 @@ class Boxing:
         client, registration = self._client, self._client.driver.data.registration
         if registration is None or not self.can_box(registration):
             return None
-        found = await fetch_cuts(client.options, client.me.model, deadline)
+        found = await fetch_layouts(client.options, client.me.model, deadline)
         if not found.boxes:
             return None
         return await in_thread(partial(with_boxes_like, registration, found.boxes, str(client.me)), name="tiles")

@@ -254,14 +254,14 @@ def _claim_members(state: State, replica: Replica) -> list[Member]:
 # newest number says it. They show it to the next life of the server.
 
 
-MOST_NAMED = 8  # workers, in an error
+MAX_NAMED = 8  # workers, in an error
 
 
 def begin_anew(state: State, name: ModelName, *, is_asked_again: bool) -> AnewView:
     """Forget the numbers of the model, or say why not. `is_asked_again`: that was done, and not all had heard of it."""
     model = state.models.get(name)
     if model is None:
-        hint = f"there are: {', '.join(sorted(state.models)[:MOST_NAMED]) or 'none yet'}"
+        hint = f"there are: {', '.join(sorted(state.models)[:MAX_NAMED]) or 'none yet'}"
         return AnewView(failure=Failure("version-unavailable", f"no model {name!r} is known", hint))
     if not is_asked_again:
         if state.is_recovering or not model.roll.is_over:
@@ -294,8 +294,8 @@ def _why_not_anew(state: State, model: Model) -> Failure | None:
 
 
 def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return ", ".join(names[:MOST_NAMED]) + more
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + more
 
 
 # --- Witnesses: a worker gets a read, a publish or a claim only when another worker knows of it.
