@@ -640,7 +640,7 @@ def test_what_only_the_trainer_holds_without_boxes_is_read_by_a_replica_with_box
         assert fill(engine) == 1
     else:
         with pytest.raises(tensorhub.DeadlineExceeded, match="version 1 of m was published without boxes") as raised:
-            engine[0][0].replicate(timeout=2)
+            engine[0][0].replicate(timeout=5)
         assert "host memory" in raised.value.hint
         assert fill(plain("rollout")) == 1
     assert trainer[0][0].version == 1
