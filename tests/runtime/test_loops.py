@@ -205,7 +205,7 @@ def test_threads_take_short_turns_while_a_call_is_brief(monkeypatch, is_awaited)
             await asyncio.sleep(0.001)
 
     async def story():
-        await thread.here(long())
+        await thread.run_here(long())
 
     try:
         if is_awaited:
