@@ -144,7 +144,7 @@ USUAL_S = 0.02  # no default of any program
 
 @pytest.fixture
 def usual() -> Iterator[None]:
-    kit.until(lambda: not ShortSwitchInterval._wanting, "no thread of a test before this one wants it short")
+    ShortSwitchInterval._wanting.clear()  # of threads that a test before this one has left
     before = sys.getswitchinterval()
     sys.setswitchinterval(USUAL_S)
     yield

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from functools import cache, wraps
 from types import TracebackType
-from typing import ParamSpec, Protocol, TypeVar
+from typing import ClassVar, ParamSpec, Protocol, TypeVar
 from weakref import WeakSet
 
 from ..protocol.errors import TensorHubError, Unavailable
@@ -405,34 +405,30 @@ class ShortSwitchInterval:
     """From the block's beginning to its end, but not between `restore` and `shorten`. For one thread."""
 
     _lock = threading.RLock()  # a signal's handler, or a finaliser, may come while its own thread has it
-    _wanting = 0  # blocks of all threads that want it short
+    _wanting: ClassVar["WeakSet[ShortSwitchInterval]"] = WeakSet()  # an interrupt may lose one: then it is not kept
     _before_s = 0.0  # what the interval was when the first came
-
-    def __init__(self) -> None:
-        self._is_on = False
 
     def shorten(self) -> None:
         """Idempotent."""
-        if self._is_on:
-            return
-        self._is_on, every = True, ShortSwitchInterval
+        every = ShortSwitchInterval
         with every._lock:
-            every._wanting += 1
-            if every._wanting == 1:
+            if self in every._wanting:
+                return
+            if not every._wanting:
                 if not _is_short():  # else the program kept it while it was ours, and has put it back since
                     every._before_s = sys.getswitchinterval()
                 if every._before_s > SHORT_S:
                     sys.setswitchinterval(SHORT_S)
+            every._wanting.add(self)
 
     def restore(self) -> None:
         """Idempotent."""
-        if not self._is_on:
-            return
-        self._is_on, every = False, ShortSwitchInterval
+        every = ShortSwitchInterval
         with every._lock:
-            if every._wanting == 1:
-                _put_back()
-            every._wanting = max(0, every._wanting - 1)  # a child that was forked inside a block leaves it
+            if self in every._wanting:
+                every._wanting.discard(self)
+                if not every._wanting:
+                    _put_back()
 
     def __enter__(self) -> "ShortSwitchInterval":
         self.shorten()
@@ -456,7 +452,7 @@ def _put_back() -> None:
 def _put_back_in_child() -> None:
     """None of those threads is here, and one of them may have had the lock."""
     _put_back()
-    ShortSwitchInterval._lock, ShortSwitchInterval._wanting = threading.RLock(), 0
+    ShortSwitchInterval._lock, ShortSwitchInterval._wanting = threading.RLock(), WeakSet()
 
 
 os.register_at_fork(after_in_child=_put_back_in_child)
