@@ -367,7 +367,7 @@ class Boxing:
                 await asyncio.sleep(BOX_AGAIN_S)  # other tensors are registered once it has succeeded
 
     async def _again(self) -> None:
-        """Behind the caller's back; his next call waits for its end."""
+        """In the background. The caller's next call waits for its end."""
         client = self._client
         registration, content = client.driver.data.registration, client.driver.data.content
         version, known = client.driver.worker.held, None if content is None else content.manifest

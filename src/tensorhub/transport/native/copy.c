@@ -14,7 +14,7 @@
 
 /* -- Parts of a stream as the kernel wants to hear them: lists of address and length. */
 
-static unsigned char bin[GAP_BYTES]; /* where the bytes of gaps go; nobody looks at it */
+static unsigned char bin[GAP_BYTES]; /* where the bytes of gaps go; they are never read */
 
 /* The piece that has this byte of the stream, which lies in it. */
 uint64_t piece_at(const table_t *table, uint64_t at) {
@@ -211,7 +211,7 @@ static int is_sealed(stream_t *stream) {
     return !memcmp(found, stream->seal, SEAL_BYTES);
 }
 
-/* It could not be read: is that the end of the export, or memory of a kind that nobody else can read? */
+/* It could not be read: is that the end of the export, or memory of a kind that no other process can read? */
 static int failed(stream_t *stream, int error) {
     int status = is_sealed(stream) ? UNREADABLE : LOST;
     stream->error = error;
@@ -312,7 +312,7 @@ int is_sealed_here(const stream_t *stream) {
     return !different;
 }
 
-/* As memcpy; what is long goes past the caches, and is hashed on the way, though nobody asks for that. */
+/* As memcpy; what is long goes past the caches, and is hashed on the way, also where no digest is wanted. */
 static void copy_past(unsigned char *to, const unsigned char *from, size_t length) {
     digest_t unasked;
     if (length < LONG_PIECE || (uintptr_t)to % STORE_ALIGN || !digest_streams()) {
@@ -454,8 +454,8 @@ static void collapse(large_t *large, uint64_t first, uint64_t stop) {
             collapse(large, first, first + 1);
 }
 
-/* Ask for these pages, which are few, unless that was done before; wait for whoever does it now: a page that somebody
- * writes to meanwhile is left as it was. */
+/* Ask for these pages, which are few, unless that was done before; wait where another thread does it: a page that is
+ * written to meanwhile is left as it was. */
 static void ask_few(large_t *large, uint64_t first, uint64_t stop) {
     const struct timespec moment = {.tv_nsec = MOMENT_NS};
     for (uint64_t next; first < stop && !atomic_load(&large->is_refused); first = next) {

@@ -368,7 +368,7 @@ digest_take *digest_best(const char **name) {
 /* -- The inner loop of the digest once more, for bytes that are copied: each is loaded once, stored and taken.
  *
  * Who owns the bytes may change them meanwhile. What is stored is what was hashed all the same, for it comes out of one
- * register: `pinned` keeps the compiler from loading a second time what it believes that nobody changes.
+ * register: `pinned` keeps the compiler from loading a second time what it takes for unchanged.
  *
  * The stores go past the caches, where the target would only push out what is still to be hashed. */
 
@@ -406,7 +406,7 @@ __attribute__((target("avx2"))) static void store_avx2(uint64_t lanes[DIGEST_LAN
     }
     _mm256_storeu_si256((void *)lanes, low);
     _mm256_storeu_si256((void *)(lanes + 4), high);
-    _mm_sfence(); /* what went past the caches is seen by whoever is told of it */
+    _mm_sfence(); /* what went past the caches is seen by a thread that is told of it */
 }
 
 #if !defined(__clang__) /* as above */

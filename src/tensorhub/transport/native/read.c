@@ -76,7 +76,7 @@ static void unlock(read_t *read) {
         wake_word(&read->lock);
 }
 
-/* The next chunks that nobody has asked for, at most so many; towards the end fewer, so that all finish together. */
+/* The next chunks that no stream has asked for, at most so many; towards the end fewer, so that all finish together. */
 static uint64_t claim(read_t *read, uint64_t most, const uint64_t **chunks) {
     lock(read);
     uint64_t streams = atomic_load(&read->streams);
@@ -398,7 +398,7 @@ int is_sent(const batches_t *batches, uint64_t chunk) { return batches && batche
 /* -- at a source -------------------------------------------------------------------------------------------------- */
 
 /* All chunks that it takes bytes from are there. Rows are a peer's wish, and each may span all chunks: so what is known
- * to be there is passed over, and nobody is kept waiting for the answer who ends the export. */
+ * to be there is passed over, and a thread that ends the export does not wait for the answer. */
 int has_batch(const serve_t *serve, uint64_t batch) {
     const batches_t *batches = serve->batches;
     const progress_t *progress = serve->progress;

@@ -222,7 +222,7 @@ void window_sent(serve_t *serve, uint64_t size) {
     serve->window_bytes = 0;
 }
 
-/* Whether this chunk is to be lent: it is worth it, and nobody has called this connection out yet. */
+/* Whether this chunk is to be lent: it is worth it, and this connection may still lend. */
 static int shall_lend(serve_t *serve, uint64_t start, uint64_t stop) {
     if (!serve->is_fast || !serve->may_lend)
         return 0;
