@@ -1,5 +1,6 @@
 """The whole simulated cluster of one plan: server, processes, programs, storm and calm."""
 
+from tensorhub.protocol.messages import Source
 from tensorhub.protocol.names import ModelName, ReplicaName, Shard, WorkerId
 
 from .apps import App, RolloutApp, TrainerApp
@@ -57,8 +58,10 @@ class Cluster:
             for app in self.apps:
                 app.died(process)
 
-    def living(self, worker: WorkerId) -> Process | None:
-        return self.workers.get(worker)
+    def process_of(self, source: Source) -> Process | None:
+        """The life of that worker that the grant names, if it lives."""
+        found = self.workers.get(source.worker)
+        return found if found is not None and found.hello.endpoints == source.endpoints else None
 
     # --- the history --------------------------------------------------------------------------------------------------
 

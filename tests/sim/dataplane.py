@@ -36,10 +36,8 @@ class SimRead:
         self.plane = plane
         self.reader = reader
         self.grant = grant
-        self.ticket, self.root, self.tickets = grant.ticket, grant.root, {grant.ticket: grant.source}
-        source = plane.cluster.living(grant.source)
-        is_same_life = source is not None and source.hello.endpoints == grant.endpoints
-        self.source = source if is_same_life else None
+        self.ticket, self.root, self.peer = grant.ticket, grant.root, grant.source.worker
+        self.source = plane.cluster.process_of(grant.source)
         self.shares = grant.shares  # it maps a host copy of its source, rather than fill one
         self.target = reader.buffer
         if grant.to_host:
@@ -72,10 +70,6 @@ class SimRead:
         """The memory that it fills, or has mapped."""
         return self.target.memory
 
-    def read_now(self) -> "list[SimRead]":
-        """What may bring something."""
-        return [] if self.is_stopped or self.is_ended else [self]
-
     @property
     def is_cross_site(self) -> bool:
         """It comes from another site."""
@@ -86,8 +80,8 @@ class SimRead:
         self.plane.world.after(delay_s, lambda: self.reader.run(action))
 
     def _begin(self) -> None:
-        if not self.grant.endpoints and not self.is_stopped:  # as a worker that is told of no way to its source
-            self._end(Failure("transport-missing", f"{self.reader.me} is told of no endpoint of {self.grant.source}"))
+        if not self.grant.source.endpoints and not self.is_stopped:  # as a worker that is told of no way to its source
+            self._end(Failure("transport-missing", f"{self.reader.me} is told of no endpoint of {self.peer}"))
             return
         if not self._goes_on():
             return
@@ -97,7 +91,7 @@ class SimRead:
             if self.plane.world.now < self.began + EXPECT_S:
                 self._later(self.plane.pace(self.reader), self._begin)  # it was granted, and is about to begin itself
                 return
-            self._end(Failure("source-lost", f"{self.grant.source} does not serve version {self.grant.version}"))
+            self._end(Failure("source-lost", f"{self.peer} does not serve version {self.grant.version}"))
             return
         if self.plane.layouts.get(self.root, self.reader.layout_digest) != self.reader.layout_digest:
             self._end(
@@ -111,8 +105,8 @@ class SimRead:
     def _is_served(self, source: "Process") -> bool:
         """The source can be asked for the version, of which it may have nothing yet."""
         grant = self.grant
-        is_there = source.place(grant.version, on_host=grant.from_host) is not None
-        return is_there or (not grant.from_host and source.is_opened(grant.version))
+        is_there = source.place(grant.version, on_host=grant.source.from_host) is not None
+        return is_there or (not grant.source.from_host and source.is_opened(grant.version))
 
     def _goes_on(self) -> bool:
         """The read may go on now; otherwise it has just been ended, or will be, or looks again later."""
@@ -124,12 +118,12 @@ class SimRead:
             return False
         if source is None or not source.is_alive or self.plane.cluster.cuts.is_unplugged(source, self.reader):
             delay_s = world.stream(f"read {self.reader.name}").uniform(0.1, 1.0)
-            self._later(delay_s, lambda: self._end(Failure("source-lost", f"{self.grant.source} is gone")))
+            self._later(delay_s, lambda: self._end(Failure("source-lost", f"{self.peer} is gone")))
             return False
         is_paused = source.is_paused and not self.plane.plan.conditions.is_one_sided
         if is_paused or self.plane.cluster.cuts.is_silent(source):
             if world.now > self.heard_at + SILENCE_S:
-                self._end(Failure("source-lost", f"{self.grant.source} says nothing"))
+                self._end(Failure("source-lost", f"{self.peer} says nothing"))
             else:
                 self._later(LOOK_S, self._fetch if self.memory else self._begin)
             return False
@@ -150,13 +144,13 @@ class SimRead:
         if chunk >= len(self.reader.memory):
             self._end(None)
             return
-        place = source.place(self.grant.version, on_host=self.grant.from_host)
+        place = source.place(self.grant.version, on_host=self.grant.source.from_host)
         if place is not None:
             self.limit, self.memory = place.available(self.grant.version), place.memory
         elif self._is_served(source):
             self.limit = min(self.limit, chunk)
         elif not self.plane.plan.conditions.is_one_sided or self.limit <= chunk:
-            self._end(Failure("source-lost", f"{self.grant.source} withdrew version {self.grant.version}"))
+            self._end(Failure("source-lost", f"{self.peer} withdrew version {self.grant.version}"))
             return
         if self.limit <= chunk:
             self._later(self.plane.pace(self.reader), self._fetch)  # it is filling itself
@@ -179,7 +173,7 @@ class SimRead:
         version, reader = self.grant.version, self.reader
         place = source.place(version, on_host=True)
         if place is None or place.available(version) < len(reader.memory):
-            self._end(Failure("source-lost", f"{self.grant.source} has no host copy of version {version}"))
+            self._end(Failure("source-lost", f"{self.peer} has no host copy of version {version}"))
         elif self.plane.fates.fails(reader.name, "unmappable", self.plane.plan.conditions.unmappable):
             self.shares = False
             reader.tell(NotShared(self.grant.ticket))

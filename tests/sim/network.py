@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tensorhub.protocol.messages import Hello, LayoutInfo, Orders, Refusal, Report, ToServer, ToWorker
+from tensorhub.protocol.messages import Hello, LayoutInfo, Orders, Refusal, Report, ToServer, ToWorker, named
 from tensorhub.server import Outbox, Server
 
 from .fates import Fates
@@ -237,6 +237,7 @@ def _short(report: Report) -> str:
     reported = report.call
     call = f" op {reported.number} {reported.verb}({reported.spec})" if reported is not None else ""
     version = getattr(report.buffer, "version", None)
-    reading = f" reads {report.reading.ticket} from {report.reading.source}" if report.reading is not None else ""
+    told = report.reading
+    reading = f" reads {told.ticket} from {named(told.sources)}" if told is not None else ""
     state = type(report.buffer).__name__.lower()
     return f"#{report.number} {state} {version if version is not None else ''}{call}{reading}"

@@ -95,11 +95,12 @@ class Oracles:
         if not self.conditions.is_one_sided or life.closing <= self.now:
             return  # a worker that leaves without the server's word takes its memory along
         for reader in self.truth.of_model(life.me.model):
-            for part in reader.read.read_now() if reader.read is not None else ():
-                grant, is_trusted = part.grant, reader.clock() < reader.trust_until
-                is_here = grant.source == life.me and grant.endpoints == life.hello.endpoints
-                is_this = (grant.version, grant.from_host) == (version, from_host)
-                if is_here and is_this and is_trusted and not part.is_stopped and not part.is_ended:
+            read, is_trusted = reader.read, reader.clock() < reader.trust_until
+            if read is None or read.grant.version != version or not is_trusted or read.is_stopped or read.is_ended:
+                continue
+            for source in read.grant.sources:
+                is_here = source.worker == life.me and source.endpoints == life.hello.endpoints
+                if is_here and source.from_host == from_host:
                     where = "its host copy of" if from_host else "the buffer with"
                     self.broken(
                         "G5 drained", f"{life.name} stops serving {where} version {version}: {reader.name} reads it"
@@ -437,7 +438,7 @@ class Oracles:
     def leftovers(self, reads: dict[int, str], holders: dict[str, list[str]]) -> str:
         """What the server shows and nothing stands for: reads by ticket and reader, versions and their holders."""
         living = {f"{life.me.model}/{life.me.replica}": None for life in self.truth.lives.values()}
-        open_tickets = {ticket: None for life in self.truth.lives.values() if life.read for ticket in life.read.tickets}
+        open_tickets = {life.read.ticket: None for life in self.truth.lives.values() if life.read}
         for ticket, reader in reads.items():
             if ticket not in open_tickets:
                 return f"ticket {ticket} of {reader} is open for ever"

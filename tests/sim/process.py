@@ -6,10 +6,9 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from tensorhub.protocol.manifest import Layout, TensorSpec
-from tensorhub.protocol.messages import PROTOCOL, Failure, Hello, LayoutInfo, Orders, Refusal, Report, call_text
-from tensorhub.protocol.names import Version, WorkerId
+from tensorhub.protocol.messages import PROTOCOL, Failure, Hello, LayoutInfo, Orders, Refusal, Report, call_text, named
+from tensorhub.protocol.names import Digest, Version, WorkerId
 from tensorhub.worker.events import (
-    AddPart,
     Called,
     Cancelled,
     Closing,
@@ -23,7 +22,6 @@ from tensorhub.worker.events import (
     Event,
     Finished,
     Left,
-    OpenAcross,
     OpenRead,
     ReadAdvanced,
     ReadBarred,
@@ -34,10 +32,8 @@ from tensorhub.worker.events import (
     Registered,
     Send,
     ServingStopped,
-    StartAcross,
     StartRead,
     StartServing,
-    StopPart,
     StopRead,
     StopServing,
     Tick,
@@ -182,19 +178,20 @@ class Process:
                 if self.connection is not None and isinstance(message, Report):
                     self.cluster.control.to_server(self.connection, self.hello, self.layout, message)
             case OpenRead(grant=grant):
-                world.note(self.name, f"opens version {grant.version} at {grant.source}, ticket {grant.ticket}")
-                self._begin(SimRead(self.cluster.data, self, grant, is_only_opened=True))
+                world.note(self.name, f"opens version {grant.version} at {named(grant.sources)}, ticket {grant.ticket}")
+                if grant.is_across:
+                    self._begin(SimAcross(self.cluster.data, self, grant))
+                else:
+                    self._begin(SimRead(self.cluster.data, self, grant, is_only_opened=True))
             case StartRead(grant=grant):
-                text = f"reads version {grant.version} from {grant.source}, ticket {grant.ticket}: {grant.reason}"
-                world.note(self.name, text)
+                text = f"reads version {grant.version} from {named(grant.sources)}, ticket {grant.ticket}"
+                world.note(self.name, f"{text}: {grant.reason}")
                 if not grant.to_host:
                     self.opened = grant.version
-                self._begin(SimRead(self.cluster.data, self, grant))
-            case OpenAcross(ticket=ticket, grants=grants):
-                world.note(self.name, f"opens version {grants[0].version} across, tickets {[g.ticket for g in grants]}")
-                self._begin(SimAcross(self.cluster.data, self, ticket, grants))
-            case StartAcross() | AddPart() | StopPart():
-                self._go_across(effect)
+                if isinstance(self.read, SimAcross):
+                    self.read.start()
+                else:
+                    self._begin(SimRead(self.cluster.data, self, grant))
             case Trust(until=until):
                 self.trust_until = until
             case StopRead(ticket=ticket):
@@ -223,23 +220,6 @@ class Process:
             case Left():
                 world.note(self.name, f"left, drained: {effect.drained}")
                 world.after(0.0, lambda: self.cluster.kill(self))
-
-    def _go_across(self, effect: StartAcross | AddPart | StopPart) -> None:
-        read = self.read
-        if not isinstance(read, SimAcross) or read.ticket != effect.ticket:
-            return  # it may just have ended by itself
-        match effect:
-            case StartAcross():
-                self.cluster.world.note(self.name, f"reads version {read.grant.version} across, ticket {read.ticket}")
-                if not read.grant.to_host:
-                    self.opened = read.grant.version
-                read.start()
-            case AddPart(grant=grant):
-                self.cluster.world.note(self.name, f"adds part {grant.ticket} from {grant.source}: {grant.reason}")
-                read.add(grant)
-            case StopPart(part=part):
-                self.cluster.world.note(self.name, f"stops part {part}")
-                read.stop_part(part)
 
     def _begin(self, read: SimRead | SimAcross) -> None:
         if self.read is not None:
@@ -330,10 +310,10 @@ class Process:
             self.buffer.version, self.buffer.is_filled, self.buffer.done = version, True, 0
         self.tell(ReadTouched(read.ticket))
 
-    def has_opened(self, read: SimRead) -> None:
+    def has_opened(self, read: SimRead | SimAcross) -> None:
         """The manifest is here."""
         self.opened = read.grant.version
-        self.tell(ReadOpened(read.grant.ticket))
+        self.tell(ReadOpened(read.ticket, read.root if read.grant.is_across else Digest("")))
 
     def write(self, chunk: int, value: int) -> None:
         self.memory[chunk] = value
@@ -344,10 +324,10 @@ class Process:
         self.cluster.watch.accepted(self, read, chunk)
         self.tell(ReadAdvanced(read.ticket, chunk + 1, len(self.memory)))
 
-    def read_ended(self, read: SimRead | SimAcross, failure: Failure | None) -> None:
+    def read_ended(self, read: SimRead | SimAcross, failure: Failure | None, source: WorkerId | None = None) -> None:
         complete = read.done == len(self.memory) and not read.is_only_opened
         self.read = None
-        self.tell(ReadEnded(read.ticket, complete, None if complete else failure))
+        self.tell(ReadEnded(read.ticket, complete, None if complete else failure, source))
 
     # --- the caller ---------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 Of the core only messages, names and events are imported. No table of a server or a worker is read.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol
@@ -28,14 +28,6 @@ DEATHS = ("crash", "gone")
 FILLS = ("replicate", "update")
 
 
-class Part(Protocol):
-    """What comes from one source."""
-
-    grant: Grant
-    is_stopped: bool
-    is_ended: bool
-
-
 class Read(Protocol):
     """A read as the simulated data plane sees it."""
 
@@ -46,12 +38,9 @@ class Read(Protocol):
     shares: bool
     root: Digest  # of what it brings, in the reader's own cut
     ticket: Ticket
-    tickets: dict[Ticket, WorkerId]  # and from whom
 
     @property
     def into(self) -> Memory: ...
-
-    def read_now(self) -> Sequence[Part]: ...
 
 
 @dataclass(eq=False)
@@ -372,9 +361,6 @@ class Truth:
                 life.pins = pins
             case events.ReadEnded(complete=complete, failure=failure):
                 self._read_ended(life, complete, failure)
-            case events.PartEnded(failure=failure):
-                if failure is not None:
-                    self.weather.disturbed("data", self.now)
             case events.CopyCounted(version):
                 if version in life.copies:
                     life.copies[version].is_counted = True

@@ -17,7 +17,7 @@ from .manifest import Layout, decode_layout, digest_of_boxed, digest_of_layout
 from .names import Digest, ModelName, Number, ReplicaName, Shard, Ticket, Version, WorkerId
 
 PROTOCOL = "tensorhub/5"
-MAX_REPORT_BYTES = 64 * 1024  # a report: a few hundred bytes and bounded texts; of a read across 100 for each source
+MAX_REPORT_BYTES = 64 * 1024  # a report: a few hundred bytes and bounded texts; 100 for each source of a read
 MAX_LAYOUT_BYTES = 16 * 1024 * 1024  # about 150,000 tensors
 MAX_TEXT = 2_000  # characters of an error's message on the wire
 MAX_HINT = MAX_WORDS = 500  # of its hint; of each text in a report: why a read failed, how one goes
@@ -27,8 +27,7 @@ OTHERS = "(others)"  # the name of that sum
 MAX_COPIES = 16  # host copies of one worker
 MAX_CROSS_SITE_VERSIONS = 8  # versions for which a worker says how much came from other sites
 MAX_PINS = 64  # versions pinned by one worker
-MAX_OVER = 1024  # tickets that are over beside one that is still read
-MAX_PARTS = 256  # sources of one read across: no version is read out of more shards at once
+MAX_READ_SOURCES = 256  # of one read: no version is read out of more shards at once
 Spec = int | str  # a version number, "latest" or "latest-N"; of an update also "prefetched"
 VERBS = ("publish", "unpublish", "replicate", "update")
 PREFETCH = ("seed", "always", "never")  # fill a host copy ahead: for the whole site, for oneself too, not at all
@@ -193,50 +192,46 @@ class CallReport(_Message, frozen=True):
     former: Digest = Digest("")  # of a publish: the same content's root without boxes, published here before
 
 
+class Source(_Message, frozen=True, array_like=True):
+    """A worker that is read from: its buffer, or its host copy. A report names no more than that.
+
+    `root` is the content's identity in its layout, and `is_cross_site` true if it is in another site.
+    """
+
+    worker: WorkerId
+    from_host: bool = False
+    endpoints: tuple[str, ...] = ()
+    root: Digest = Digest("")
+    is_cross_site: bool = False
+
+    @property
+    def place(self) -> tuple[WorkerId, bool]:
+        """What of it is read: its host copy if true."""
+        return self.worker, self.from_host
+
+
 class Reading(_Message, frozen=True):
     """The one read that this worker has open; it may be about to stop.
 
-    `is_opened`: its manifest is here, and it waits for the buffer. `arrived_bytes` came by it so far, of chunks under
-    way too. `shares`: it maps the source's host copy, and copies nothing. What follows `shares` is for people.
+    `is_opened`: the manifests of its sources are here, and it waits for the buffer. `arrived_bytes` came by it so far,
+    of chunks under way too. `shares`: it maps the source's host copy, and copies nothing. `is_across`: its sources are
+    a whole replica with another layout; `root` is then the content's identity in this worker's own layout, as those
+    manifests say, and empty until they are here. What follows `root` is for people.
     """
 
     ticket: Ticket
-    source: WorkerId
+    sources: tuple[Source, ...]
     version: Version
-    from_host: bool = False
     to_host: bool = False
     is_opened: bool = False
     arrived_bytes: int = 0
     shares: bool = False
+    is_across: bool = False
+    root: Digest = Digest("")
     transport: str = ""  # "local", "tcp", …
     path: str = ""  # how that transport moves the bytes, in a few words
     why: str = ""  # why this transport, and none that is usually better
     rate_bytes_per_s: int = 0  # over the last second or so
-
-
-class Part(_Message, frozen=True, array_like=True):
-    """One source of a read across: the ticket under which it is read, and how much came from it so far."""
-
-    ticket: Ticket
-    source: WorkerId
-    from_host: bool = False
-    arrived_bytes: int = 0
-
-
-class Across(_Message, frozen=True):
-    """The one read that this worker has open, if its sources have another layout.
-
-    `root` is the content's identity in this worker's own layout, derived from its sources' manifests; empty until those
-    are here. `is_opened`: they are, and it waits for the buffer. `parts` are the sources that are being read, `brought`
-    the tickets of those that have brought all that was wanted of them.
-    """
-
-    version: Version
-    to_host: bool = False
-    root: Digest = Digest("")
-    is_opened: bool = False
-    parts: tuple[Part, ...] = ()
-    brought: tuple[Ticket, ...] = ()
 
 
 class TicketFailure(_Message, frozen=True):
@@ -285,8 +280,7 @@ class Report(_Message, frozen=True, tag="report"):
     the current call, newest last. `copies` are in host memory, where `copies_left` more would fit; one that could not
     be made left `copy_error`. `pins` are the versions to be kept, `prefetch` what to fill a copy with ahead. `closing`:
     close() was called, and nothing that it holds can be relied on. `stops`: no peer reads from its buffer any more, and
-    it stops serving it. `roster` is the newest that it was told, while its own lease lasts. A read across
-    layouts is in `across`, not in `reading`. `also_closed` are tickets above `closed` that ended.
+    it stops serving it. `roster` is the newest that it was told, while its own lease lasts.
     `can_box`: what it registered without boxes are whole tensors, and it takes them as boxes where others need that.
     """
 
@@ -320,8 +314,6 @@ class Report(_Message, frozen=True, tag="report"):
     claimed_in: Number = Number(0)  # the number of the orders that granted it: of two claims the later one counts
     stops: bool = False
     roster: Roster | None = None
-    across: Across | None = None
-    also_closed: tuple[Ticket, ...] = ()
     missed: Failure | None = None
     can_box: bool = False
 
@@ -330,23 +322,34 @@ class Report(_Message, frozen=True, tag="report"):
 
 
 class Grant(_Message, frozen=True):
-    """Permission to read one version of one shard from one source: from its buffer or its host copy, into either.
+    """Permission to read one version of one shard into the buffer or a host copy.
 
-    `shares`: both are host copies on one host. Map the source's, which is whole; where that cannot be, read it at once.
+    It has one source, with the same layout. `is_across`: its sources have another one, and together all of the version:
+    one worker for each shard of that layout. They are read as one, and what the version is in the reader's own layout
+    follows from their manifests.
+
+    `shares`: both ends are host copies on one host. Map the source's, which is whole; where that cannot be, read it at
+    once.
     """
 
     ticket: Ticket
     version: Version
-    root: Digest
-    source: WorkerId
-    endpoints: tuple[str, ...]
+    sources: tuple[Source, ...]
     reason: str
     encoding: str = "full"
-    from_host: bool = False
     to_host: bool = False
-    is_cross_site: bool = False  # the source is in another site
     shares: bool = False
-    parts: int = 0  # of a read across layouts: how many grants it begins with; 0: this is a whole read
+    is_across: bool = False
+
+    @property
+    def source(self) -> Source:
+        """The only source; the first one of a read across."""
+        return self.sources[0]
+
+    @property
+    def root(self) -> Digest:
+        """The content's identity in the reader's layout; empty while that is to be found out."""
+        return Digest("") if self.is_across else self.source.root
 
 
 class Answer(_Message, frozen=True):
@@ -374,7 +377,6 @@ class Orders(_Message, frozen=True, tag="orders"):
     grants allow. `release`: the host copies of these numbers are not needed any more; each is named until it is gone,
     and dropped when orders that answer a report of it as `dropping` still name it. `roster`: the live workers, to be
     shown to the next life of the server; None takes an older one back. `witness`: report at once that this is known.
-    `across`: in place of `grant`, one grant for each shard of a replica with another layout. They are one read.
     `box`: other workers of the model have boxes. What this one publishes it is to publish with boxes too.
     """
 
@@ -399,7 +401,6 @@ class Orders(_Message, frozen=True, tag="orders"):
     conflict: Digest = Digest("")  # content with this root is not what its version is
     roster: Roster | None = None
     witness: bool = False
-    across: tuple[Grant, ...] = ()
     box: bool = False
 
 
@@ -424,6 +425,12 @@ class LayoutWanted(_Message, frozen=True, tag="layout-wanted"):
 
 ToServer = Hello | LayoutInfo | Report
 ToWorker = Orders | Refusal
+
+
+def named(sources: tuple[Source, ...]) -> str:
+    """The sources of a read, for people."""
+    more = f" and {len(sources) - 1} more" if len(sources) > 1 else ""
+    return f"{sources[0].worker}{more}"
 
 
 # --- sums by name -----------------------------------------------------------------------------------------------------

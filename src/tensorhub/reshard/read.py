@@ -19,7 +19,7 @@ from ..protocol.errors import (
     CorruptTransfer,
     InvariantViolation,
     LayoutMismatch,
-    SourceLost,
+    TransferError,
     UsageError,
 )
 from ..protocol.layout import GlobalTensor
@@ -528,14 +528,14 @@ class Offer:
 
     def __init__(self, name: str, root: Digest, shown: bytes) -> None:
         self.name = name
-        self._root = root
+        self.root = root
         self._shown = shown
 
     @cached_property
     def shard(self) -> TiledShard:
         """Raises `CorruptTransfer` if it is not what the server named."""
         try:
-            return decode_tiled_shard(self._shown, self._root)
+            return decode_tiled_shard(self._shown, self.root)
         except CorruptTransfer as error:
             raise CorruptTransfer(f"{self.name}: {error}") from error
 
@@ -554,7 +554,7 @@ def version_from(registration: Registration, offers: Sequence[Offer], chunk_byte
 
     Raises `LayoutMismatch` that names a tensor and what is wrong with it: a part that no source has, another shape or
     dtype, memory that two of its boxes share; `VersionConflict` for a part that two sources have with different
-    content; `SourceLost` where others may have what these cannot show.
+    content; `TransferError` where others may have what these cannot show.
     """
     registration.check_fillable()
     table, shards = _table(registration), [offer.shard for offer in offers]
@@ -573,7 +573,7 @@ def version_from(registration: Registration, offers: Sequence[Offer], chunk_byte
         if not partly:
             raise
         text = f"{', '.join(partly)} registered after that version was published, and can show only parts of some tiles"
-        raise SourceLost(f"{text}: {error}", hint="others who hold it can; or publish the next version") from error
+        raise TransferError(f"{text}: {error}", hint="others who hold it can; or publish the next version") from error
     return TiledVersion(TiledShard(table, grid, manifest), tiles, registration.size_bytes, chunk_bytes)
 
 

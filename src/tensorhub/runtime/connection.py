@@ -21,12 +21,10 @@ from ..protocol.messages import (
     MAX_FAILURES,
     MAX_HINT,
     MAX_LAYOUT_BYTES,
-    MAX_OVER,
-    MAX_PARTS,
+    MAX_READ_SOURCES,
     MAX_REPORT_BYTES,
     MAX_TEXT,
     VERBS,
-    Across,
     CallReport,
     Hello,
     LayoutInfo,
@@ -113,15 +111,10 @@ def _nonsense_of(message: ToServer) -> str:
             reading = message.reading
             if reading is not None and len(reading.transport + reading.path + reading.why) > MAX_TEXT:
                 return "too long words about its read"
-            across = message.across
-            if len(message.also_closed) > MAX_OVER or (across is not None and _is_too_much(across)):
-                return "too many parts of a read across"
+            if reading is not None and not 0 < len(reading.sources) <= MAX_READ_SOURCES:
+                return "no source of its read, or too many"
             return _nonsense_of_wish(message.prefetch) or _nonsense_of_call(message.call)
     return ""
-
-
-def _is_too_much(across: Across) -> bool:
-    return len(across.parts) > MAX_PARTS or len(across.brought) > MAX_PARTS
 
 
 def _nonsense_of_wish(prefetch: Spec | None) -> str:

@@ -29,7 +29,7 @@ from ..protocol.errors import (
     error_from_code,
 )
 from ..protocol.manifest import Manifest
-from ..protocol.messages import MAX_CROSS_SITE_VERSIONS, MAX_SOURCES, MAX_TEXT, Grant, add_up
+from ..protocol.messages import MAX_CROSS_SITE_VERSIONS, MAX_SOURCES, MAX_TEXT, Grant, Source, add_up
 from ..protocol.names import Digest, Version, WorkerId
 from ..reshard.read import Across, Offer, TiledVersion, TileSink
 from ..transport.base import (
@@ -119,17 +119,12 @@ class Trusted:
 
     def __init__(self, touch: Touch, *, is_cross_site: bool) -> None:
         self.is_cross_site = is_cross_site  # the source is in another site, which a transport may like to know
-        self.stop_flag = StopFlag()
         self._touch = touch
 
     @property
     def is_stopped(self) -> bool:
         """Nothing of it counts any more."""
-        return self.stop_flag.is_set or self._touch.stop_flag.is_set
-
-    def stop(self) -> None:
-        """This part only."""
-        self.stop_flag.set()
+        return self._touch.stop_flag.is_set
 
     def check(self) -> None:
         """`SessionLost` says that no source is to blame."""
@@ -172,7 +167,7 @@ class Counting(Trusted):
         terms = self._target.terms()
         if terms is None or self._touch.lease.clock is not time.monotonic:
             return None
-        stop_flags = (*terms.stop_flags, self._touch.stop_flag, self.stop_flag)
+        stop_flags = (*terms.stop_flags, self._touch.stop_flag)
         return replace(terms, stop_flags=stop_flags, until=self._touch.lease.end)
 
     def told(self, size_bytes: int) -> None:
@@ -277,7 +272,7 @@ class TrustedSink(Counting):
 
 
 class TrustedTileSink(Counting):
-    """One tile sink of a fill, for as long as its read is trusted and its part was not told to stop."""
+    """One tile sink of a fill, for as long as its read is trusted."""
 
     def __init__(self, tile_sink: TileSink, touch: Touch, *, is_cross_site: bool) -> None:
         super().__init__(tile_sink, touch, is_cross_site=is_cross_site)
@@ -302,11 +297,11 @@ class Looking(Trusted):
     size_bytes = 0
     chunk_bytes = 1
 
-    def __init__(self, grant: Grant, touch: Touch) -> None:
-        super().__init__(touch, is_cross_site=grant.is_cross_site)
+    def __init__(self, source: Source, touch: Touch) -> None:
+        super().__init__(touch, is_cross_site=source.is_cross_site)
         self.offer: Offer | None = None
         self.batches = NOTHING
-        self._grant = grant
+        self._source = source
 
     @property
     def stream(self) -> ByteStream:
@@ -314,7 +309,7 @@ class Looking(Trusted):
 
     def begin(self, manifest: bytes) -> Sequence[int]:
         self.check()
-        offer = Offer(str(self._grant.source), self._grant.root, bytes(manifest))
+        offer = Offer(str(self._source.worker), self._source.root, bytes(manifest))
         self.batches = replace(NOTHING, source_bytes=offer.shard.table.size_bytes)
         self.offer = offer
         return ()
@@ -504,44 +499,44 @@ class Routes:
         self._transports = transports
         self._failed: dict[str, tuple[Version, str]] = {}
 
-    def to(self, grant: Grant) -> list[Way]:
-        """Ways to the grant's source, best first.
+    def to(self, source: Source, version: Version) -> list[Way]:
+        """Ways to that source of the version, best first.
 
         If there is none it says why: `SourceLost` where the source can be reached on its own host only, so that others
         may do; else `TransportMissing`.
         """
-        ways, reasons = self._choose(grant)
-        if not ways and self._forget_others(grant):
-            ways, reasons = self._choose(grant)
+        ways, reasons = self._choose(source)
+        if not ways and self._forget_others(source, version):
+            ways, reasons = self._choose(source)
         if ways:
             return list(ways)
-        for why in out_of_reach(grant.endpoints).values():
-            raise SourceLost(f"{grant.source} cannot be reached from here: {why}")
-        theirs = ", ".join(map(scheme_of, grant.endpoints)) or "none"
+        for why in out_of_reach(source.endpoints).values():
+            raise SourceLost(f"{source.worker} cannot be reached from here: {why}")
+        theirs = ", ".join(map(scheme_of, source.endpoints)) or "none"
         raise TransportMissing(
-            f"{self._me} and {grant.source} share no transport: here {', '.join(self._transports)}, there {theirs}"
+            f"{self._me} and {source.worker} share no transport: here {', '.join(self._transports)}, there {theirs}"
             + "".join(f"; {reason}" for reason in reasons),
             hint="see what each of them has with `tensorhub doctor`, and what TENSORHUB_TRANSPORTS allows",
         )
 
-    def failed(self, way: Way, grant: Grant, error: TensorHubError) -> None:
+    def failed(self, way: Way, source: Source, version: Version, error: TensorHubError) -> None:
         """Gives this way up for this version: no answer of the source can help."""
         if way.endpoint not in self._failed:
             hint = f" ({error.hint})" if error.hint else ""
-            _log.info("%s: no %s from %s: %s%s", self._me, way.scheme, grant.source, error, hint)
+            _log.info("%s: no %s from %s: %s%s", self._me, way.scheme, source.worker, error, hint)
             while len(self._failed) >= MAX_FAILED:
                 del self._failed[next(iter(self._failed))]
-            self._failed[way.endpoint] = (grant.version, f"{error}"[: MAX_TEXT // 4])
+            self._failed[way.endpoint] = (version, f"{error}"[: MAX_TEXT // 4])
 
-    def _choose(self, grant: Grant) -> tuple[tuple[Way, ...], tuple[str, ...]]:
-        excluded = {endpoint: why for endpoint in grant.endpoints if (why := self._why_not(endpoint))}
-        excluded |= out_of_reach(grant.endpoints)
-        return choose(grant.endpoints, tuple(self._transports), excluded)
+    def _choose(self, source: Source) -> tuple[tuple[Way, ...], tuple[str, ...]]:
+        excluded = {endpoint: why for endpoint in source.endpoints if (why := self._why_not(endpoint))}
+        excluded |= out_of_reach(source.endpoints)
+        return choose(source.endpoints, tuple(self._transports), excluded)
 
-    def _forget_others(self, grant: Grant) -> bool:
+    def _forget_others(self, source: Source, version: Version) -> bool:
         """Forget what failed for other versions of that source. Returns whether there was any."""
-        known = {each: self._failed[each] for each in grant.endpoints if each in self._failed}
-        others = [endpoint for endpoint, (version, _) in known.items() if version != grant.version]
+        known = {each: self._failed[each] for each in source.endpoints if each in self._failed}
+        others = [endpoint for endpoint, (failed_for, _) in known.items() if failed_for != version]
         for endpoint in others:
             del self._failed[endpoint]
         return bool(others)
@@ -593,7 +588,8 @@ def _rate(size_bytes: int, seconds: float) -> int:
 class Counted(Protocol):
     """A read whose bytes are counted."""
 
-    grant: Grant
+    source: Source
+    version: Version
     read: Read | None
     way: Way | None
     counted_bytes: int
@@ -603,7 +599,7 @@ class OpenRead:
     """One read, from its grant to its end. `read` is None before it begins on its first way."""
 
     def __init__(self, grant: Grant, content: Content, sink: TrustedSink) -> None:
-        self.grant = grant
+        self.grant, self.source, self.version = grant, grant.source, grant.version
         self.content = content
         self.sink = sink
         self.ways: list[Way] = []  # left to try
@@ -622,10 +618,10 @@ class OpenRead:
     def log_end(self, me: WorkerId) -> None:
         """For people: how it went."""
         if self.way is not None and self.meter is not None and self.counted_bytes:
-            found, grant = self.meter.average(), self.grant
+            found = self.meter.average()
             _log.info(
                 "%s has read %s of version %d from %s by %s (%s) at %.1f MiB/s%s",
-                *(me, size_text(self.counted_bytes), grant.version, grant.source),
+                *(me, size_text(self.counted_bytes), self.version, self.source.worker),
                 *(self.way.scheme, found.path, found.rate_bytes_per_s / 2**20),
                 f"; not by {self.way.why}" if self.way.why else "",
             )
@@ -649,13 +645,13 @@ class Received:
         """What is new of that read."""
         if reading.read is None:
             return
-        replica, received = reading.grant.source.replica, reading.read.received_bytes
+        replica, received = reading.source.worker.replica, reading.read.received_bytes
         news, reading.counted_bytes = received - reading.counted_bytes, received
         if not news:  # a source that was tried, and was not there, is none
             return
         add_up(self.by_replica, replica, news, most=MAX_SOURCES)
-        if reading.grant.is_cross_site:
-            self._count_cross_site(reading.grant.version, news)
+        if reading.source.is_cross_site:
+            self._count_cross_site(reading.version, news)
         if reading.way is not None:
             self.by_transport[reading.way.scheme] = self.by_transport.get(reading.way.scheme, 0) + news
 

@@ -151,7 +151,7 @@ class DataPlane:
 
     def start_read(self, grant: Grant, *, is_only_opened: bool = False) -> None:
         """Read what is missing."""
-        if is_tiled(grant.root):
+        if grant.is_across or is_tiled(grant.root):
             self.tiles.read(grant, is_only_opened=is_only_opened)
             return
         if self._reading is not None:  # it was opened, or could not be mapped, and is now read
@@ -171,7 +171,7 @@ class DataPlane:
         sink = TrustedSink(
             content.fill,
             self.lease,
-            is_cross_site=grant.is_cross_site,
+            is_cross_site=grant.source.is_cross_site,
             is_only_opened=is_only_opened,
             shares=grant.shares,
             on_touch=lambda: self.wake(self.touched, grant.ticket, grant, content),
@@ -271,7 +271,7 @@ class DataPlane:
         reading.counted_bytes = 0
         reading.read = self.transports[way.scheme].read(
             way.endpoint,
-            self.key(reading.grant.version, on_host=reading.grant.from_host),
+            self.key(reading.grant.version, on_host=reading.source.from_host),
             reading.sink,
             lambda error: self.wake(self._ended, reading, error),
         )
@@ -340,7 +340,7 @@ class DataPlane:
             if error is None:
                 return
         if isinstance(error, TransportMissing) and reading.way is not None and not reading.sink.is_stopped:
-            self.routes.failed(reading.way, reading.grant, error)
+            self.routes.failed(reading.way, reading.source, reading.version, error)
             error = self._read_by_any(reading)
             if error is None:
                 return
@@ -355,10 +355,10 @@ class DataPlane:
         progress, failure = reading.content.progress, None
         is_complete = progress is not None and progress.is_complete and not reading.sink.is_only_opened
         if error is None and not is_complete and not reading.sink.is_stopped:
-            error = SourceLost(f"{reading.grant.source} ended the read before its last chunk")
+            error = SourceLost(f"{reading.source.worker} ended the read before its last chunk")
         if error is not None and not is_complete and not isinstance(error, SessionLost):
             failure = self.failure(error)
-            _log.info("%s: reading version %d from %s: %s", self.me, reading.grant.version, reading.grant.source, error)
+            _log.info("%s: reading version %d from %s: %s", self.me, reading.version, reading.source.worker, error)
         if is_complete and self.incoming is reading.content:  # there was no byte to write: it is there all the same
             self.touched(reading.grant.ticket, reading.grant, reading.content)
         self.tell(ReadEnded(reading.grant.ticket, is_complete, failure))
@@ -385,7 +385,7 @@ class DataPlane:
             self._ended(reading, error.with_traceback(None))
             return
         except Exception as error:  # noqa: BLE001 - no memory, or our bug: the read ends all the same, and says so
-            self._ended(reading, as_ours(error, f"the copy from {reading.grant.source} cannot be seen"))
+            self._ended(reading, as_ours(error, f"the copy from {reading.source.worker} cannot be seen"))
             return
         if self._reading is reading:
             self._reading = None
@@ -396,7 +396,7 @@ class DataPlane:
     def _read_by_any(self, reading: OpenRead, ways: list[Way] | None = None) -> TensorHubError | None:
         """Begin, or begin again, by these ways or all that are known; returns why there is none."""
         try:
-            reading.ways = ways or self.routes.to(reading.grant)
+            reading.ways = ways or self.routes.to(reading.source, reading.version)
             self._read(reading)
         except TensorHubError as nothing_left:
             return nothing_left.with_traceback(None)  # it knows this frame, and so the one that is given it

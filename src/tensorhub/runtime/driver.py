@@ -21,13 +21,12 @@ from ..protocol.errors import (
     UsageError,
     error_from_code,
 )
-from ..protocol.messages import Failure, Hello, Orders, Refusal
+from ..protocol.messages import Failure, Hello, Orders, Refusal, named
 from ..protocol.names import Version
 from ..transport import threads
 from ..transport.base import Transport
 from ..worker.calls import UNANSWERED
 from ..worker.events import (
-    AddPart,
     Called,
     Cancelled,
     Closing,
@@ -40,15 +39,12 @@ from ..worker.events import (
     Event,
     Finished,
     Left,
-    OpenAcross,
     OpenRead,
     ReadBarred,
     Received,
     Send,
-    StartAcross,
     StartRead,
     StartServing,
-    StopPart,
     StopRead,
     StopServing,
     Tick,
@@ -377,10 +373,10 @@ class Driver:
             case Send(message=message):
                 self.connection.send(message)
             case OpenRead(grant=grant):
-                _log.debug("%s opens version %d at %s: %s", self.me, grant.version, grant.source, grant.reason)
+                _log.debug("%s opens version %d at %s: %s", self.me, grant.version, named(grant.sources), grant.reason)
                 self.data.open_read(grant)
             case StartRead(grant=grant):
-                _log.info("%s reads version %d from %s: %s", self.me, grant.version, grant.source, grant.reason)
+                _log.info("%s reads version %d from %s: %s", self.me, grant.version, named(grant.sources), grant.reason)
                 self.data.start_read(grant)
             case Trust(until=until):
                 self.data.trust(until)
@@ -396,8 +392,6 @@ class Driver:
                 self.data.copies.drop(version)
             case StopRead():
                 raise InvariantViolation("the answer to it comes at once: see feed()")
-            case OpenAcross() | StartAcross() | AddPart() | StopPart():
-                self.data.tiles.carry_out(effect)
             case Warn(text=text):
                 _log.warning("%s", text)
             case Finished():

@@ -26,6 +26,7 @@ from ..protocol.messages import (
     Report,
     ToServer,
     ToWorker,
+    named,
 )
 from ..protocol.names import Digest, Ticket
 from ..protocol.settings import Settings
@@ -485,12 +486,11 @@ class ServerShell:
         self.on_failure.set()
 
     def _log_grants(self, socket: WorkerSocket, orders: Orders) -> None:
-        for grant in orders.across or (orders.grant,):
-            if grant is not None and grant.ticket > socket.logged_ticket:
-                _log.info(
-                    "%s is to read version %d from %s: %s", socket.name, grant.version, grant.source, grant.reason
-                )
-                socket.logged_ticket = grant.ticket
+        grant = orders.grant
+        if grant is not None and grant.ticket > socket.logged_ticket:
+            whence = named(grant.sources)
+            _log.info("%s is to read version %d from %s: %s", socket.name, grant.version, whence, grant.reason)
+            socket.logged_ticket = grant.ticket
 
     # --- workers ------------------------------------------------------------------------------------------------------
 

@@ -84,7 +84,7 @@ def why_odd(state: State, hello: Hello, report: Report) -> Refusal | None:
     What a worker shows without a receipt may be as high as a model may begin, or as a publish after the newest may be.
     """
     shown = report.copies if isinstance(report.buffer, Empty) else (report.buffer, *report.copies)
-    read = [each.version for each in (*shown, report.reading, report.across) if each is not None]
+    read = [each.version for each in (*shown, report.reading) if each is not None]
     resolved = report.call.resolved if report.call is not None else None
     highest = max([each for each in (*read, report.claim, resolved) if each is not None], default=0)
     if highest <= MAX_FIRST_VERSION:

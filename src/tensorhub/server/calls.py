@@ -553,7 +553,7 @@ def _why_hopeless(state: State, model: Model, record: VersionRecord, member: Mem
     unreadable = layouts.why_unreadable(state, model, record, member)
     if unreadable is not None:
         return unreadable
-    failures, told = member.report.failures, member.report.across
+    failures, told = member.report.failures, member.report.reading
     is_of_it = told is not None and told.version == record.version
     if told is not None and is_of_it and told.root and record.roots.get(member.layout_key) not in (None, told.root):
         text = f"{member.worker} would get other content as version {record.version} than other workers have got"
@@ -561,7 +561,7 @@ def _why_hopeless(state: State, model: Model, record: VersionRecord, member: Mem
     if failures and (failures[-1].code in HOPELESS or _has_failed_enough(state, model, record, member)):
         return _failed(record, member, failures[-1])
     read = state.reads.current.get(member.worker)
-    is_reading = read is not None and not across.is_short(state, member) and not selection.is_cut_off(state, read)
+    is_reading = read is not None and not selection.is_cut_off(state, read)
     if state.is_recovering or is_reading or member.has_whole_copy(record.version):
         return None
     if model.is_lost(record):
@@ -615,14 +615,13 @@ def _may_bring(state: State, record: VersionRecord, member: Member, worker: Work
             return False
         if facts.is_full_source(state, source, record.version):
             return True
-        above = [read.source for read in state.reads.going_on(worker) if read.version == record.version]
-        if (
-            not above
-            or across.is_short(state, source)
-            or any(each in member.failed_sources and member.failed_sources[each].is_for_good for each in above)
-        ):
+        read = state.reads.current.get(worker)
+        if read is None or read.version != record.version or selection.brings_nothing(state, read):
             return False
-        worker = above[0]
+        above = [member.failed_sources.get(each.worker) for each in read.sources]
+        if any(failed is not None and failed.is_for_good for failed in above):
+            return False
+        worker = read.source
     return True
 
 

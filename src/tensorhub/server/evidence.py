@@ -8,20 +8,19 @@ from ..protocol.messages import (
     MAX_COPIES,
     MAX_CROSS_SITE_VERSIONS,
     MAX_PINS,
-    Across,
     Buffer,
     Filling,
-    Grant,
     Holding,
     HostCopy,
     Poisoned,
+    Reading,
     Report,
     Vacated,
     Withdrawing,
     add_up,
 )
 from ..protocol.names import Digest, ReplicaName, Shard, Version, WorkerId, era_in, is_tiled
-from . import apply, retention, selection
+from . import apply, retention
 from . import state as facts
 from .groups import Replica
 from .members import (
@@ -32,7 +31,6 @@ from .members import (
     FailedSource,
     LayoutKey,
     Member,
-    OpenRead,
     are_other_copies,
     sources_of,
     version_in,
@@ -40,81 +38,33 @@ from .members import (
 from .state import State
 from .versions import Model, Taken, VersionRecord, are_equal, publisher_in, says_established
 
-# --- What a report tells of a read across: its parts, which of them have brought their share, and what it will be.
-#
-# Called when a report is taken in, before what it says is over is closed.
+# --- What a version is in a layout that no publisher has: the first reader across layouts says it.
 
 
-def take_across(state: State, member: Member, across: Across | None) -> None:
-    """The worker reads that across; None: nothing."""
-    crossing = member.crossing
-    is_of_plan = (
-        crossing is not None
-        and across is not None
-        and (crossing.version, crossing.to_host) == (across.version, across.to_host)
-    )
-    if crossing is not None and not is_of_plan:
-        crossing.done.clear()  # the next read across layouts needs every key of its layout set anew
-    if across is None:
-        return
-    if state.is_recovering:
-        _adopt(state, member, across)
-    mine = {read.ticket: read for read in state.reads.of(member.worker)}
-    for ticket in across.brought:
-        read = mine.get(ticket)
-        if read is not None and read.part is not None and crossing is not None and is_of_plan:
-            crossing.done[read.part] = None
-    for part in across.parts:
-        read = mine.get(part.ticket)
-        if read is None:
-            continue
-        if across.is_opened:
-            read.pace.restart(state.now)  # it waits for the buffer
-        else:
-            arrived = max(0, part.arrived_bytes)
-            window_s = selection.pace_window_s(state)
-            read.pace.note(state.now, arrived_bytes=arrived, done=0, chunk_bytes=0, over_s=window_s)
-    if across.root:
-        _bind(state, member, across)
-
-
-def _adopt(state: State, member: Member, across: Across) -> None:
-    """A server before this one has granted it. Its layout set is not known: the parts are granted anew in time."""
-    current = state.reads.current.get(member.worker)
-    if current is not None and current.part is None:
-        return
-    known = [read.ticket for read in state.reads.of(member.worker)]
-    for number, part in enumerate(across.parts):
-        if part.ticket in known or part.ticket <= member.report.closed or not state.numbers.is_ours(part.ticket):
-            continue
-        text = "granted before a restart"
-        grant = Grant(
-            *(part.ticket, across.version, Digest(""), part.source, (), text),
-            from_host=part.from_host,
-            to_host=across.to_host,
-        )
-        is_void = part.source in state.reads.readers_behind(member.worker, across.version)
-        unknown = LayoutKey(0, Shard(number))
-        state.open_read(OpenRead(grant, member.worker, member.layout_key, is_void, part=unknown))
-
-
-def _bind(state: State, member: Member, across: Across) -> None:
-    """The first reader across layouts names the root for its layout key. Other readers have to name the same."""
+def bind(state: State, member: Member, reading: Reading) -> None:
+    """It has worked out the root for its layout key. Readers after the first one have to say the same."""
     model, key = state.models[member.hello.model], member.layout_key
-    record = model.record(across.version)
+    record = model.record(reading.version)
     known = record.roots.get(key)
-    if known == across.root:
+    if known == reading.root:
         return
-    if known is None and is_tiled(across.root) and key.is_boxed:
-        record.roots[key], record.layouts[key] = across.root, member.report.layout
-        if member.crossing is not None and all(each in record.proved for each in member.crossing.layout_set):
+    if known is None and is_tiled(reading.root) and key.is_boxed:
+        record.roots[key], record.layouts[key] = reading.root, member.report.layout
+        if _is_of_proved(state, record, member, reading):
             record.proved[key] = None
-        state.mark_waiting_dirty(model, sources_of(across.version, key))
+        state.mark_waiting_dirty(model, sources_of(reading.version, key))
         return
     state.counters["conflicting_holders"] += 1
-    for part in across.parts:
-        failed = member.failed_sources.setdefault(part.source, FailedSource(0.0, 0))
+    for source in reading.sources:
+        failed = member.failed_sources.setdefault(source.worker, FailedSource(0.0, 0))
         failed.until = max(failed.until, state.now + state.settings.leave_s)
+
+
+def _is_of_proved(state: State, record: VersionRecord, member: Member, reading: Reading) -> bool:
+    """It has it from the manifests of sources that were granted here, and each of them is proved."""
+    proved = [record.roots[key] for key in record.proved if key in record.roots]
+    read = next((read for read in state.reads.of(member.worker) if read.ticket == reading.ticket), None)
+    return read is not None and all(source.root in proved for source in read.sources)
 
 
 # --- Which of two workers to believe where they differ: the one with a receipt, of this life of the server or

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 from ..protocol.errors import UsageError
 from ..protocol.manifest import difference_hint, layout_difference
-from ..protocol.messages import MAX_PARTS, Failure, Spec
+from ..protocol.messages import MAX_READ_SOURCES, Failure, Spec
 from ..protocol.names import Digest, ModelName, ReplicaName, Shard, is_tiled
 from ..protocol.status import DescribedView, LayoutsView, ShardView, SourceView
 from . import state as facts
@@ -48,7 +48,7 @@ def readable_layout_sets(model: Model, record: VersionRecord, key: LayoutKey) ->
 def coming_layout_sets(model: Model, record: VersionRecord, key: LayoutKey) -> Iterator[LayoutSet]:
     """The other layout sets that can be read once they hold all of the version."""
     for layout_set in model.layout_sets:
-        if key in layout_set or len(layout_set) > MAX_PARTS:
+        if key in layout_set or len(layout_set) > MAX_READ_SOURCES:
             continue
         if all(is_readable(record, each) if each in record.roots else each.is_boxed for each in layout_set):
             yield layout_set
@@ -124,10 +124,10 @@ def _why_too_wide(model: Model, record: VersionRecord, member: Member) -> Failur
         for layout_set in model.layout_sets
         if key not in layout_set and all(is_readable(record, each) for each in layout_set)
     ]
-    if not layout_sets or any(len(layout_set) <= MAX_PARTS for layout_set in layout_sets):
+    if not layout_sets or any(len(layout_set) <= MAX_READ_SOURCES for layout_set in layout_sets):
         return None
     text = f"version {record.version} of {model.name} has {min(map(len, layout_sets))} shards, and"
-    text = f"{text} {member.worker} has another layout: one read takes at most {MAX_PARTS} shards"
+    text = f"{text} {member.worker} has another layout: one read takes at most {MAX_READ_SOURCES} shards"
     return Failure("layout-mismatch", text, "publish it from fewer ranks, each with more of it")
 
 

@@ -291,8 +291,7 @@ class Server:
         told = Told(
             position=replica.ended if is_whole else None,
             answer=replica.answer(member.shard, reported, is_whole=is_whole) if reported is not None else None,
-            grant=current.grant if current is not None and current.part is None else None,
-            across=tuple(read.grant for read in state.reads.parts.get(member.worker, {}).values()),
+            grant=current.grant if current is not None else None,
             drained=drained.version,
             offload=copies.offload,
             fetch=copies.fetch,
@@ -340,7 +339,6 @@ class Server:
             conflict=told.conflict,
             roster=roster,
             witness=told.witness,
-            across=told.across,
             box=told.box,
         )
 

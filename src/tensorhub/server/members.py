@@ -2,7 +2,7 @@
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple, TypeVar
@@ -20,6 +20,7 @@ from ..protocol.messages import (
     HostCopy,
     Report,
     Roster,
+    Source,
     Vacated,
     Withdrawing,
 )
@@ -432,7 +433,10 @@ class Roll:
 # --- The reads that may be going on: every grant from when it is given until its reader says that it is closed.
 #
 # A read that was taken back is *void*. It no longer counts, but it stays open until its reader confirms that it has
-# stopped: its source must not change a buffer that a reader may still read.
+# stopped: its sources must not change a buffer that a reader may still read.
+#
+# A read *across* has one ticket for all shards of another layout. Its sources have all of the version, so no worker
+# reads behind it in turn. Where one of them is gone, the read ends as a whole, and the next one goes on with the rest.
 
 
 Key = TypeVar("Key")
@@ -453,60 +457,45 @@ class OpenRead:
     instead_of: WorkerId | None = None  # a slow source that was left for its own source
     must_beat: float = 0.0  # where it gets so much, that one was at fault
     shares: bool = False  # it maps the host copy of its source: there is nothing to read behind it
-    part: LayoutKey | None = None  # of its source, in a read across layouts
 
     def __post_init__(self) -> None:
         self.ticket: Ticket = self.grant.ticket
-        self.source: WorkerId = self.grant.source
+        self.sources: tuple[Source, ...] = self.grant.sources
+        self.source: WorkerId = self.grant.source.worker  # the only one, or the first
+        self.from_host: bool = self.grant.source.from_host
         self.version: Version = self.grant.version
+
+    @property
+    def is_across(self) -> bool:
+        """Its sources have another layout than its reader."""
+        return self.grant.is_across
+
+    def reads_copy_of(self, worker: WorkerId) -> bool:
+        """What it reads there is a host copy."""
+        return any(each.worker == worker and each.from_host for each in self.sources)
 
 
 class OpenReads:
-    """All open reads, found by reader and by source. Each method takes as long as the reads it returns."""
+    """All open reads, found by reader and by each source. Each method takes as long as the reads it returns."""
 
     def __init__(self) -> None:
         self.current: dict[WorkerId, OpenRead] = {}  # by reader: the one read that it may go on with, which is not void
-        self.parts: dict[
-            WorkerId, dict[LayoutKey, OpenRead]
-        ] = {}  # of a read across, by reader; `current` is one of them
         self._of_reader: dict[WorkerId, dict[Ticket, OpenRead]] = {}
         # by reader and ticket: a worker that lies may repeat a ticket number
         self._from_source: dict[WorkerId, dict[tuple[WorkerId, Ticket], OpenRead]] = {}
 
     def add(self, read: OpenRead) -> None:
         self._of_reader.setdefault(read.reader, {})[read.ticket] = read
-        self._from_source.setdefault(read.source, {})[read.reader, read.ticket] = read
-        if read.is_void:
-            return
-        if read.part is None:
+        for source in read.sources:
+            self._from_source.setdefault(source.worker, {})[read.reader, read.ticket] = read
+        if not read.is_void:
             self.current[read.reader] = read
-        else:
-            self.parts.setdefault(read.reader, {})[read.part] = read
-            self.current.setdefault(read.reader, read)
 
     def take_back(self, read: OpenRead) -> None:
         """Makes the read void."""
         read.is_void = True
-        self._goes_on_without(read)
-
-    def _goes_on_without(self, read: OpenRead) -> None:
-        """Ends the read for its reader, which goes on with other parts if it has any."""
-        parts = self.parts.get(read.reader, {})
-        if read.part is not None and parts.get(read.part) is read:
-            del parts[read.part]
-            if not parts:
-                del self.parts[read.reader]
         if self.current.get(read.reader) is read:
             del self.current[read.reader]
-            if parts:
-                self.current[read.reader] = next(iter(parts.values()))
-
-    def going_on(self, reader: WorkerId) -> list[OpenRead]:
-        """The reads that are not void: one read, or the parts of one."""
-        current = self.current.get(reader)
-        if current is None or current.part is None:
-            return [] if current is None else [current]
-        return list(self.parts[reader].values())
 
     def of(self, reader: WorkerId) -> list[OpenRead]:
         return list(self._of_reader.get(reader, {}).values())
@@ -517,26 +506,28 @@ class OpenReads:
     def from_buffer(self, source: WorkerId, version: Version) -> list[OpenRead]:
         """Those that read that version from its buffer, which may not change meanwhile."""
         reads = self._from_source.get(source, {}).values()
-        return [read for read in reads if not read.grant.from_host and read.version == version]
+        return [read for read in reads if read.version == version and not read.reads_copy_of(source)]
 
     def from_copy(self, source: WorkerId, version: Version) -> list[OpenRead]:
         """Those that read its host copy of that version."""
         reads = self._from_source.get(source, {}).values()
-        return [read for read in reads if read.grant.from_host and read.version == version]
+        return [read for read in reads if read.version == version and read.reads_copy_of(source)]
 
     def load(self, source: WorkerId) -> int:
         """How many reads are open on it."""
         return len(self._from_source.get(source, {}))
 
-    def close(self, reader: WorkerId, upto: Ticket | None, beside: Collection[Ticket] = ()) -> list[OpenRead]:
-        """The reader's reads up to that ticket (None: all of them) are over, and those. Returns them."""
+    def close(self, reader: WorkerId, upto: Ticket | None) -> list[OpenRead]:
+        """The reader's reads up to that ticket (None: all of them) are over. Returns them."""
         if reader not in self._of_reader:
             return []
-        over = [read for read in self.of(reader) if upto is None or read.ticket <= upto or read.ticket in beside]
+        over = [read for read in self.of(reader) if upto is None or read.ticket <= upto]
         for read in over:
-            self._goes_on_without(read)
+            if self.current.get(reader) is read:
+                del self.current[reader]
             _forget(self._of_reader, reader, read.ticket)
-            _forget(self._from_source, read.source, (reader, read.ticket))
+            for source in read.sources:
+                _forget(self._from_source, source.worker, (reader, read.ticket))
         return over
 
     def readers_behind(self, worker: WorkerId, version: Version) -> dict[WorkerId, None]:
@@ -565,10 +556,10 @@ class OpenReads:
 
 
 def _forget(table: dict[WorkerId, dict[Key, OpenRead]], key: WorkerId, name: Key) -> None:
-    reads = table[key]
-    del reads[name]
+    reads = table.get(key, {})
+    reads.pop(name, None)  # a worker that lies may have named one source twice
     if not reads:
-        del table[key]
+        table.pop(key, None)
 
 
 # --- Sessions: one `Member` for each, and when its lease ends.
@@ -597,16 +588,6 @@ class FailedSource:
         return self.until == inf
 
 
-@dataclass
-class Crossing:
-    """A read across layouts: the layout set that is read, and the keys that have brought all."""
-
-    version: Version
-    to_host: bool
-    layout_set: LayoutSet
-    done: dict[LayoutKey, None] = field(default_factory=dict)
-
-
 class Told(msgspec.Struct, frozen=True):
     """The part of a member's orders that may be news to it."""
 
@@ -621,7 +602,6 @@ class Told(msgspec.Struct, frozen=True):
     ceiling: Number = Number(0)
     conflict: Digest = Digest("")
     witness: bool = False
-    across: tuple[Grant, ...] = ()
     box: bool = False
 
 
@@ -660,7 +640,6 @@ class Member:
     alone_until: float = -inf  # until then it fetches copies itself: it could not map one
     capacity: Capacity = field(default_factory=Capacity)  # as a source
     has_failed_a_reader: bool = False  # true until its next report after a read from it failed
-    crossing: Crossing | None = None  # its last read across layouts
     told: Told | None = None  # its last orders, as far as they may differ from the next
     settled_at: int = -1  # `State.happened` when it was last decided for
     report_s: float = 0.0  # the pause between reports that it was last told

@@ -1,10 +1,10 @@
 """Rules: permission to read, reads across layouts, and when a source is drained."""
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from math import inf
 from typing import NamedTuple
 
-from ..protocol.messages import Holding, Poisoned, Withdrawing
+from ..protocol.messages import Holding, Poisoned, Source, Withdrawing
 from ..protocol.names import Version, WorkerId
 from . import admission, layouts, retention, selection, sources
 from . import state as facts
@@ -13,8 +13,6 @@ from .members import (
     ARRIVALS,
     NEWS,
     SERVICE,
-    Crossing,
-    LayoutKey,
     LayoutSet,
     Member,
     OpenRead,
@@ -162,57 +160,28 @@ def awaiting(state: State, model: Model, record: VersionRecord, leaver: Member) 
     return None
 
 
-# --- Reads across: a worker reads a version from workers of another layout, one part from each.
+# --- Reads across: a worker reads a version from workers of another layout, all shards of it by one ticket.
 #
 # Rules:
 # - A worker reads across only where no sound worker of its own layout can be its source. One worker of each layout and
 #   site does: the one that has most of it. The others wait until it has said what the version is in their layout, and
 #   then read behind it.
-# - It has one source for each key of a layout set, all at once. Only whole holders are taken, so no reader reads behind
+# - It gets one whole holder for each key of one layout set. Only whole holders are taken, so no reader reads behind
 #   itself, however versions go from layout to layout.
-# - Each part stands alone. A part whose source leaves, is gone, stands still or has failed gets another source. A part
-#   that has brought its share needs none.
-# - A layout set with a key that has no source any more is left: for another set that has all, or for the reader's own
-#   layout. A source that has lost its session and brings nothing does not count.
+# - The ticket ends as a whole where one of these sources is gone, leaves the version or fails, or where nothing comes
+#   and others can take their place. The next ticket goes on with what is missing.
 #
-# It must never mix two layout sets in one plan, or give parts of content without tiles.
+# It must never mix two layout sets in one ticket, or give content without tiles.
 
 
-Choice = tuple[Candidate, str]
-
-
-def set_out(
-    state: State,
-    model: Model,
-    record: VersionRecord,
-    member: Member,
-    *,
-    to_host: bool,
-    other_than: LayoutSet | None = None,
-) -> bool:
-    """Grants a read across layouts, if the worker is elected for its key and site. Never from `other_than`."""
+def set_out(state: State, model: Model, record: VersionRecord, member: Member, *, to_host: bool) -> bool:
+    """Grants a read across layouts, if the worker is elected for its key and site."""
     if not layouts.can_cross(record, member.layout_key):
         return False
     if not _is_elected(state, model, record, member):
         see_that_it_begins(state, model, record, member)
         return False
-    if _is_about_to_end(member, record, to_host):
-        return True
-    best: tuple[tuple[object, ...], LayoutSet, list[Choice]] | None = None
-    for number, layout_set in enumerate(layouts.readable_layout_sets(model, record, member.layout_key)):
-        found = [_choose(state, model, record, member, key) for key in layout_set]
-        chosen = [choice for choice in found if choice is not None]
-        if len(chosen) == len(layout_set) and layout_set != other_than:
-            rank = (*_rank(chosen), number)
-            best = (rank, layout_set, chosen) if best is None or rank < best[0] else best
-    if best is None:
-        _wait(state, model, record, member)
-        return False
-    _, layout_set, chosen = best
-    member.crossing = Crossing(record.version, to_host, layout_set)
-    for key, choice in zip(layout_set, chosen, strict=True):
-        _give_part(state, record, member, key, choice, to_host=to_host)
-    return True
+    return _give_across(state, record, member, _choose(state, model, record, member), to_host=to_host)
 
 
 def instead_of(
@@ -225,86 +194,69 @@ def instead_of(
     if not layouts.can_cross(record, member.layout_key) or not _is_elected(state, model, record, member):
         return False
 
-    def would_do(key: LayoutKey) -> bool:
-        return _would_do(_choose(state, model, record, member, key), is_in_need=is_in_need)
+    def would_do(candidate: Candidate) -> bool:
+        return not candidate.is_doubtful and (is_in_need or not (candidate.is_slow or candidate.is_withdrawing))
 
-    if not any(
-        all(would_do(key) for key in layout_set)
-        for layout_set in layouts.readable_layout_sets(model, record, member.layout_key)
-    ):
+    choice = _choose(state, model, record, member, would_do)
+    if choice is None:
         return False
     if not selection.is_paused(state, read):  # one that does something else was not slow
         state.leave(member, read, may_move_at=state.now + selection.pace_window_s(state))
     state.take_back(read)
-    return set_out(state, model, record, member, to_host=read.grant.to_host)
+    return _give_across(state, record, member, choice, to_host=read.grant.to_host)
 
 
-def keep_up(state: State, model: Model, record: VersionRecord, member: Member, wanted: Wanted) -> None:
-    """For a read across layouts: gives each layout key a source, unless that key has brought all."""
-    plan = _plan(member, wanted)
-    if plan is None:
-        if model.roll.is_over:  # granted before a restart, out of a layout that is not known any more
-            take_back(state, member)
-            set_out(state, model, record, member, to_host=wanted.to_host)
+def keep_up(state: State, model: Model, record: VersionRecord, member: Member, read: OpenRead) -> None:
+    """Gives a read across layouts other sources where its own do not serve it any more, and others do."""
+    is_without_bytes = selection.brings_nothing(state, read)
+    if is_without_bytes != read.pace.is_stuck:
+        state.call_stuck(read, is_stuck=is_without_bytes)
+    found = _why_replace(state, member, read)
+    if found is None:
         return
-    for key in plan.layout_set:
-        if key not in plan.done:
-            part = state.reads.parts.get(member.worker, {}).get(key)
-            _keep_part(state, model, record, member, key, part, to_host=wanted.to_host)
-    parts = dict(state.reads.parts.get(member.worker, {}))
-    if not _is_short(state, plan, parts):
-        return
-    is_missing = any(key not in plan.done and key not in parts for key in plan.layout_set)
+    left, why = found
+    is_served = facts.is_served(state, read)
+    is_in_need = is_without_bytes or not is_served
 
-    def would_do(key: LayoutKey) -> bool:
-        choice = _choose(state, model, record, member, key)
-        return choice is not None and (is_missing or _would_do(choice, is_in_need=True))
+    def would_do(candidate: Candidate) -> bool:
+        is_sound = not candidate.is_doubtful and (is_in_need or not candidate.is_withdrawing)
+        return is_sound and all(candidate.place != each.place for each in left)
 
-    others = [
-        layout_set
-        for layout_set in layouts.readable_layout_sets(model, record, member.layout_key)
-        if layout_set != plan.layout_set
-    ]
-    if any(all(map(would_do, layout_set)) for layout_set in others):
-        for part in parts.values():
-            if selection.brings_nothing(state, part):
-                state.leave(member, part, may_move_at=state.now + selection.pace_window_s(state))
-        take_back(state, member)
-        set_out(state, model, record, member, to_host=wanted.to_host, other_than=plan.layout_set)
-
-
-def take_back(state: State, member: Member) -> None:
-    """It may go on with nothing that it reads."""
-    for read in state.reads.going_on(member.worker):
+    choice = _choose(state, model, record, member, would_do)
+    if choice is not None:
+        if _is_still(state, read):
+            state.leave(member, read, may_move_at=state.now + selection.pace_window_s(state))
         state.take_back(read)
+        _give_across(state, record, member, choice, to_host=read.grant.to_host, why=why)
+    elif not is_served or (is_without_bytes and _is_had_in_its_layout(state, model, record, member)):
+        state.take_back(read)
+        _grant(state, model, record, member, to_host=read.grant.to_host)
 
 
-def is_short(state: State, member: Member) -> bool:
-    """It reads across, and of what it needs a part has no source, or one from which nothing will come."""
-    plan, parts = member.crossing, state.reads.parts.get(member.worker)
-    return plan is not None and parts is not None and _is_short(state, plan, parts)
+def _why_replace(state: State, member: Member, read: OpenRead) -> tuple[list[Source], str] | None:
+    """The sources of a read across that are to be left, if there are others, and why; None: all are to stay."""
+    gone, leaving, away = [], [], []
+    for each in read.sources:
+        source = state.members.get(each.worker)
+        if not facts.serves(state, each.worker, read.version, each.from_host):
+            gone.append(each)
+        elif source is not None and facts.is_leaving(source, read.version, each.from_host):
+            leaving.append(each)
+        elif source is None or not facts.is_here(state, source):
+            away.append(each)
+    if gone:
+        return gone, f"; {gone[0].worker.replica} has it no more"
+    if leaving:
+        return leaving, f"; {leaving[0].worker.replica} leaves it"
+    is_slow = _is_still(state, read) and state.now >= member.may_move_at
+    if not is_slow and not selection.brings_nothing(state, read):
+        return None
+    left = away or list(read.sources)
+    return left, f"; left {left[0].worker.replica}: nothing came for {state.now - read.pace.moved_at:.1f} s"
 
 
-def _is_short(state: State, plan: Crossing, parts: Mapping[LayoutKey, OpenRead]) -> bool:
-    needed = [parts.get(key) for key in plan.layout_set if key not in plan.done]
-    return any(part is None or selection.brings_nothing(state, part) for part in needed)
-
-
-def is_looking_across(state: State, member: Member, wanted: Wanted) -> bool:
-    """Of what it reads across a part has no source, or one that it is to leave as soon as there is another."""
-    plan, parts = _plan(member, wanted), state.reads.parts.get(member.worker, {})
-    if plan is None:
-        return True
-    for key in plan.layout_set:
-        part = parts.get(key)
-        if key not in plan.done and (part is None or _why_replace(state, member, part) is not None):
-            return True
-    return False
-
-
-def _plan(member: Member, wanted: Wanted) -> Crossing | None:
-    plan = member.crossing
-    return plan if plan is not None and (plan.version, plan.to_host) == wanted else None
+def _is_still(state: State, read: OpenRead) -> bool:
+    return read.pace.is_still(state.now, selection.patience_s(state))
 
 
 def _is_elected(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
@@ -319,7 +271,7 @@ def _is_elected(state: State, model: Model, record: VersionRecord, member: Membe
         if other.turns_lost > member.turns_lost or retention.waits_for_its_readers(state, other, record.version):
             continue
         if (
-            read.part is not None
+            read.is_across
             and facts.is_here(state, other)
             and not (selection.is_held_up(state, read) or selection.cannot_begin(state, read))
         ):
@@ -337,68 +289,7 @@ def see_that_it_begins(state: State, model: Model, record: VersionRecord, member
                 state.members.wake(member, until)
 
 
-def _is_about_to_end(member: Member, record: VersionRecord, to_host: bool) -> bool:
-    """All of its parts have brought their share, and it has not said yet that it is done."""
-    plan, told = member.crossing, member.report.across
-    if plan is None or told is None or (plan.version, plan.to_host) != (record.version, to_host):
-        return False
-    return told.version == record.version and not told.parts and all(key in plan.done for key in plan.layout_set)
-
-
-# --- one part ---------------------------------------------------------------------------------------------------------
-
-
-def _keep_part(
-    state: State,
-    model: Model,
-    record: VersionRecord,
-    member: Member,
-    key: LayoutKey,
-    part: OpenRead | None,
-    *,
-    to_host: bool,
-) -> None:
-    """Gives the layout key a source, if there is one."""
-    why = _why_replace(state, member, part) if part is not None else ""
-    is_without_bytes = part is not None and selection.brings_nothing(state, part)
-    if part is not None and is_without_bytes != part.pace.is_stuck:
-        state.call_stuck(part, is_stuck=is_without_bytes)
-    if why is None:
-        return
-    choice = _choose(state, model, record, member, key, instead_of=part)
-    if choice is None:
-        if part is None:
-            _wait(state, model, record, member)
-        elif not _serves(state, part):
-            state.take_back(part)
-        return
-    if part is not None and _is_still(state, part):
-        state.leave(member, part, may_move_at=state.now + selection.pace_window_s(state))
-    if part is not None:
-        state.take_back(part)
-    _give_part(state, record, member, key, choice, to_host=to_host, why=why)
-
-
-def _why_replace(state: State, member: Member, part: OpenRead) -> str | None:
-    """Why this part is to have another source, if there is one; None: it is to stay as it is."""
-    source, name = state.members.get(part.source), part.source.replica
-    if not _serves(state, part):
-        return f"; {name} has it no more"
-    if source is not None and facts.is_leaving(source, part.version, part.grant.from_host):
-        return f"; {name} leaves it"
-    if selection.brings_nothing(state, part) or (
-        source is not None and _is_still(state, part) and state.now >= member.may_move_at
-    ):
-        return f"; left {name}: nothing came for {state.now - part.pace.moved_at:.1f} s"
-    return None
-
-
-def _serves(state: State, part: OpenRead) -> bool:
-    return facts.serves(state, part.source, part.version, part.grant.from_host)
-
-
-def _is_still(state: State, part: OpenRead) -> bool:
-    return part.pace.is_still(state.now, selection.patience_s(state))
+Choice = tuple[LayoutSet, list[Candidate], str]  # a source for each key, and why the first of them
 
 
 def _choose(
@@ -406,32 +297,34 @@ def _choose(
     model: Model,
     record: VersionRecord,
     member: Member,
-    key: LayoutKey,
-    *,
-    instead_of: OpenRead | None = None,
+    would_do: Callable[[Candidate], bool] = lambda _: True,
 ) -> Choice | None:
-    """The best source for that key. `instead_of`: only sources that will do better than that read."""
-    found = admission.allowed(state, model, member, sources.whole_sources(state, record, member, key))
-    if instead_of is not None:
-        former, is_in_need = (
-            (instead_of.source, instead_of.grant.from_host),
-            selection.brings_nothing(state, instead_of),
-        )
-        found = [
-            candidate
-            for candidate in found
-            if (is_in_need or not candidate.is_withdrawing)
-            and not candidate.is_doubtful
-            and (candidate.worker, candidate.from_host) != former
-        ]
-    return choose_source(found, now=state.now)
+    """The best layout set of which each key has a source that would do. None: it is looked for again in time."""
+    best: tuple[tuple[object, ...], Choice] | None = None
+    for number, layout_set in enumerate(layouts.readable_layout_sets(model, record, member.layout_key)):
+        found = []
+        for key in layout_set:
+            allowed = admission.allowed(state, model, member, sources.whole_sources(state, record, member, key))
+            found.append(choose_source(filter(would_do, allowed), now=state.now))
+        chosen = [each for each in found if each is not None]
+        if len(chosen) == len(layout_set):
+            rank = (*_rank([candidate for candidate, _ in chosen]), number)
+            choice = layout_set, [candidate for candidate, _ in chosen], chosen[0][1]
+            best = (rank, choice) if best is None or rank < best[0] else best
+    if best is None:
+        _wait(state, model, record, member)
+    return None if best is None else best[1]
 
 
-def _would_do(choice: Choice | None, *, is_in_need: bool) -> bool:
-    """There is a sound source; or any source, for a reader in need."""
-    if choice is None or choice[0].is_doubtful:
+def _give_across(
+    state: State, record: VersionRecord, member: Member, choice: Choice | None, *, to_host: bool, why: str = ""
+) -> bool:
+    if choice is None:
         return False
-    return is_in_need or not (choice[0].is_slow or choice[0].is_withdrawing)
+    layout_set, chosen, reason = choice
+    text = f"across, from {len(chosen)} shards: {reason}{why}"
+    state.give(member, record, [each.place for each in chosen], text, to_host=to_host, across=layout_set)
+    return True
 
 
 def _wait(state: State, model: Model, record: VersionRecord, member: Member) -> None:
@@ -450,25 +343,16 @@ def _wait(state: State, model: Model, record: VersionRecord, member: Member) -> 
         state.members.wake(member, soonest)
 
 
-def _give_part(
-    state: State, record: VersionRecord, member: Member, key: LayoutKey, choice: Choice, *, to_host: bool, why: str = ""
-) -> None:
-    source, reason = choice
-    text = f"across, shard {key.shard} of {key.shards}: {reason}{why}"
-    state.give(member, record, source.worker, text, from_host=source.from_host, to_host=to_host, part=key)
-
-
-def _rank(chosen: list[Choice]) -> tuple[object, ...]:
+def _rank(chosen: list[Candidate]) -> tuple[object, ...]:
     """Ranks layout sets: sound sources first, then near ones, then idle ones, then few shards."""
-    found = [candidate for candidate, _ in chosen]
     return (
-        any(each.is_doubtful for each in found),
-        any(each.is_withdrawing for each in found),
-        sum(not each.is_same_site for each in found),
-        any(each.is_slow for each in found),
-        max(each.load for each in found),
-        any(each.published for each in found),
-        len(found),
+        any(each.is_doubtful for each in chosen),
+        any(each.is_withdrawing for each in chosen),
+        sum(not each.is_same_site for each in chosen),
+        any(each.is_slow for each in chosen),
+        max(each.load for each in chosen),
+        any(each.published for each in chosen),
+        len(chosen),
     )
 
 
@@ -487,19 +371,13 @@ def decide_read(state: State, model: Model, member: Member, wanted: Wanted | Non
     record = model.versions.get(wanted.version) if wanted is not None else None
     if wanted is None or record is None:
         if current is not None:
-            take_back(state, member)
+            state.take_back(current)
         return
     is_wanted = current is not None and (current.version, current.grant.to_host) == wanted
-    if current is not None and is_wanted and current.part is not None:
-        keep_up(state, model, record, member, wanted)
-        if is_short(state, member) and _is_had_in_its_layout(state, model, record, member):
-            _begin_anew(state, model, record, member, wanted)
+    if current is not None and is_wanted and current.is_across:
+        keep_up(state, model, record, member, current)
         return
-    if (
-        current is not None
-        and is_wanted
-        and facts.serves(state, current.source, current.version, current.grant.from_host)
-    ):
+    if current is not None and is_wanted and facts.is_served(state, current):
         may_come_back = state.is_recovering and current.source not in state.members
         is_fixed = current.shares or may_come_back
         if not is_fixed and _moves(state, model, record, member, current):
@@ -507,9 +385,9 @@ def decide_read(state: State, model: Model, member: Member, wanted: Wanted | Non
         source = state.members.get(current.source)
         if source is None or not _is_to_be_left(state, source, current):
             return
-        waits_for_us = not current.grant.from_host and retention.waits_for_its_readers(state, source, current.version)
+        waits_for_us = not current.from_host and retention.waits_for_its_readers(state, source, current.version)
         # it has a part and does nothing for the rest: where that is all read, any that has the whole is better
-        is_paused = not facts.is_leaving(source, current.version, current.grant.from_host)
+        is_paused = not facts.is_leaving(source, current.version, current.from_host)
         is_stuck = is_paused and selection.is_held_up(state, current)
         may_leave, may_doubt = waits_for_us, not facts.is_here(state, source)
         others = [
@@ -518,7 +396,7 @@ def decide_read(state: State, model: Model, member: Member, wanted: Wanted | Non
             if (is_stuck and candidate.is_full)
             or ((may_leave or not candidate.is_withdrawing) and (may_doubt or not candidate.is_doubtful))
         ]
-        is_cut = _is_impatient(source, current.version) and not current.grant.from_host
+        is_cut = _is_impatient(source, current.version) and not current.from_host
         if choose_source(others, now=state.now) is None and not is_cut:
             if is_stuck or source.turns_lost > member.turns_lost:  # it was to read for both, and does not
                 instead_of(state, model, record, member, current, is_in_need=is_stuck)
@@ -528,7 +406,9 @@ def decide_read(state: State, model: Model, member: Member, wanted: Wanted | Non
 
 def _begin_anew(state: State, model: Model, record: VersionRecord, member: Member, wanted: Wanted) -> None:
     """Instead of what it reads it is given the best that there is."""
-    take_back(state, member)
+    current = state.reads.current.get(member.worker)
+    if current is not None:
+        state.take_back(current)
     if wanted.to_host and any(read.is_void for read in state.reads.of(member.worker)):
         return  # in its own time: were it stopped, each new version would leave one more source waiting for it
     _grant(state, model, record, member, to_host=wanted.to_host)
@@ -567,10 +447,10 @@ def is_looking(state: State, member: Member, wanted: Wanted) -> bool:
     current = state.reads.current.get(member.worker)
     if current is None or (current.version, current.grant.to_host) != wanted:
         return True
-    if current.part is not None:
-        return is_looking_across(state, member, wanted)
+    if current.is_across:
+        return _why_replace(state, member, current) is not None
     source = state.members.get(current.source)
-    if source is None or not facts.serves(state, current.source, current.version, current.grant.from_host):
+    if source is None or not facts.is_served(state, current):
         return True
     return _is_to_be_left(state, source, current)
 
@@ -581,7 +461,7 @@ def _is_to_be_left(state: State, source: Member, read: OpenRead) -> bool:
     A source is paused that has only a part of the version, and nothing to read the rest from: it has something else to
     do.
     """
-    from_host = read.grant.from_host
+    from_host = read.from_host
     if facts.is_undecided_there(state, source, read.version, from_host):
         return False  # as far as is known it serves
     if facts.is_leaving(source, read.version, from_host):
@@ -619,7 +499,7 @@ def _grant(state: State, model: Model, record: VersionRecord, member: Member, *,
             admission.wait_for(state, model, member, possible, best[0])
         return
     source, reason = choice
-    state.give(member, record, source.worker, reason, from_host=source.from_host, to_host=to_host)
+    state.give(member, record, [source.place], reason, to_host=to_host)
 
 
 def _read_across(state: State, model: Model, record: VersionRecord, member: Member, *, to_host: bool) -> bool:
@@ -651,9 +531,7 @@ def _share(state: State, model: Model, record: VersionRecord, member: Member) ->
     choice = choose_source(found, now=state.now)
     if choice is not None:
         source, reason = choice
-        state.give(
-            member, record, source.worker, f"{reason}; shared", from_host=source.from_host, to_host=True, shares=True
-        )
+        state.give(member, record, [source.place], f"{reason}; shared", to_host=True, shares=True)
         return True
     until = sources.awaited_until(state, model, record, member)
     if until is not None:

@@ -38,6 +38,11 @@ class Candidate:
     is_slow: bool = False  # a reader has left it for that, lately
     leaving_site: int = 0  # reads by others that leave its site already, where the reader is in another
 
+    @property
+    def place(self) -> tuple[WorkerId, bool]:
+        """What of it is read: its host copy if true."""
+        return self.worker, self.from_host
+
 
 def choose_source(candidates: Iterable[Candidate], *, now: float) -> tuple[Candidate, str] | None:
     """The best source and why, or None if there is none that may be tried now.
@@ -99,10 +104,10 @@ def pace_window_s(state: State) -> float:
 def own_pace(state: State, read: OpenRead) -> OpenRead | None:
     """The read by which its source, if it lives and is still filling, gets the version itself."""
     source = state.members.get(read.source)
-    if source is None or not facts.is_here(state, source) or facts.is_full(source, read.version, read.grant.from_host):
+    if source is None or not facts.is_here(state, source) or facts.is_full(source, read.version, read.from_host):
         return None
     own_pace = state.reads.current.get(read.source)
-    if own_pace is None or (own_pace.version, own_pace.grant.to_host) != (read.version, read.grant.from_host):
+    if own_pace is None or (own_pace.version, own_pace.grant.to_host) != (read.version, read.from_host):
         return None
     return own_pace
 
@@ -110,7 +115,7 @@ def own_pace(state: State, read: OpenRead) -> OpenRead | None:
 def is_paused(state: State, read: OpenRead) -> bool:
     """Its source is here, has a part of the version, and does nothing for the rest: it has something else to do."""
     source = state.members.get(read.source)
-    if source is None or not facts.is_here(state, source) or facts.is_full(source, read.version, read.grant.from_host):
+    if source is None or not facts.is_here(state, source) or facts.is_full(source, read.version, read.from_host):
         return False
     return own_pace(state, read) is None
 
@@ -122,11 +127,11 @@ def is_held_up(state: State, read: OpenRead) -> bool:
 
 
 def brings_nothing(state: State, read: OpenRead) -> bool:
-    """Nothing comes by it, and its source has no session: it may be that nothing will.
+    """Nothing comes by it, and a source of it has no session: it may be that nothing will.
 
     Right after a restart it is not known yet which workers have none.
     """
-    is_lost = read.source not in state.members and not state.is_recovering
+    is_lost = any(each.worker not in state.members for each in read.sources) and not state.is_recovering
     return is_lost and read.pace.is_still(state.now, patience_s(state))
 
 
@@ -162,5 +167,5 @@ def tier_of(state: State, read: OpenRead) -> Tier:
     """Over what distance it reads: (from another site, from another host)."""
     reader, source = state.members.get(read.reader), state.members.get(read.source)
     if reader is None or source is None:
-        return read.grant.is_cross_site, True
+        return read.grant.source.is_cross_site, True
     return source.hello.site != reader.hello.site, source.hello.host != reader.hello.host

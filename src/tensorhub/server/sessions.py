@@ -18,7 +18,7 @@ from ..protocol.messages import (
     Roster,
     TicketFailure,
 )
-from ..protocol.names import Digest, Ticket, WorkerId
+from ..protocol.names import Ticket, WorkerId
 from . import admission, apply, calls, evidence, reads, selection
 from . import state as facts
 from .groups import Replica
@@ -185,21 +185,22 @@ def _forget_layouts(state: State) -> None:
 def take_reads(state: State, member: Member, before: Report) -> None:
     """What the worker reads, what it does not read any more, and what has failed."""
     report, worker = member.report, member.worker
-    if report.across is not None or member.crossing is not None:
-        evidence.take_across(state, member, report.across)
-    reads = state.reads.of(worker) if report.failures else []
-    close_reads(state, member, report.closed, report.also_closed)
     reading = report.reading
+    if reading is not None and reading.root:
+        evidence.bind(state, member, reading)
+    reads = state.reads.of(worker) if report.failures else []
+    close_reads(state, member, report.closed)
     if reading is not None and state.is_recovering and _may_adopt(state, worker, report):
         text = "granted before a restart"
         grant = Grant(
-            *(reading.ticket, reading.version, Digest(""), reading.source, (), text),
-            from_host=reading.from_host,
+            *(reading.ticket, reading.version, reading.sources, text),
             to_host=reading.to_host,
             shares=reading.shares,
+            is_across=reading.is_across,
         )
         behind = state.reads.readers_behind(worker, reading.version)
-        is_void = reading.source in behind or state.reads.current.get(worker) is not None
+        is_behind = any(each.worker in behind for each in reading.sources)
+        is_void = is_behind or state.reads.current.get(worker) is not None
         state.open_read(OpenRead(grant, worker, member.layout_key, is_void, shares=reading.shares))
     _note_sharing(state, member)
     note_pace(state, member)
@@ -246,17 +247,14 @@ def _count_failure(state: State, reader: Member, failure: TicketFailure, reads: 
     failed.times += 1
     read = next((read for read in reads if read.ticket == failure.ticket), None)
     record = state.models[reader.hello.model].versions.get(read.version) if read is not None else None
-    is_for_good = failure.code == "corrupt-transfer" and (
-        failed.times > 1 or (record is not None and record.refused.get(failure.source, -inf) > state.now)
+    is_for_good = failure.code == "transfer" or (  # it cannot show all tiles
+        failure.code == "corrupt-transfer"
+        and (failed.times > 1 or (record is not None and record.refused.get(failure.source, -inf) > state.now))
     )
     failed.until = inf if is_for_good else state.now + state.settings.avoid_s
     if record is not None and failure.code == "corrupt-transfer":
         record.refused[failure.source] = state.now + state.settings.leave_s
     source = state.members.get(failure.source)
-    has_ended = read is not None and read.part is not None and reader.report.across is None
-    if failure.code == "source-lost" and has_ended and failed.times > 1:
-        # A source that is here and ends the read again cannot show all that this reader wants.
-        failed.until = inf if source is not None and facts.is_here(state, source) else failed.until
     if source is not None:
         source.has_failed_a_reader = True
     state.counters["failed_reads"] += 1
@@ -265,15 +263,17 @@ def _count_failure(state: State, reader: Member, failure: TicketFailure, reads: 
 def _may_adopt(state: State, worker: WorkerId, report: Report) -> bool:
     """A server before this one may have granted what the worker reads."""
     reading = report.reading
-    if reading is None or any(read.ticket == reading.ticket for read in state.reads.of(worker)):
+    if reading is None or not reading.sources:
+        return False
+    if any(read.ticket == reading.ticket for read in state.reads.of(worker)):
         return False  # it is known
     return reading.ticket > report.closed and state.numbers.is_ours(reading.ticket)
 
 
-def close_reads(state: State, member: Member, upto: Ticket | None, beside: tuple[Ticket, ...] = ()) -> None:
+def close_reads(state: State, member: Member, upto: Ticket | None) -> None:
     """The member reads no ticket up to this one any more; it counts as a holder only by what it has."""
     model = state.models[member.hello.model]
-    for read in state.close_reads(member.worker, upto, beside):
+    for read in state.close_reads(member.worker, upto):
         _note_one_reader_less(state, model, read)
         state.mark_waiting_dirty(
             model, sources_of(read.version, read.layout_key)
@@ -287,11 +287,12 @@ def close_reads(state: State, member: Member, upto: Ticket | None, beside: tuple
 
 
 def _note_one_reader_less(state: State, model: Model, read: OpenRead) -> None:
-    """Its source may have waited for that, if it wants to leave what it has."""
-    source = state.members.get(read.source)
-    is_poisoned = source is not None and isinstance(source.content.buffer, Poisoned)
-    if is_poisoned or model.watches.is_waiting(read.source):
-        state.mark_dirty(read.source)
+    """Its sources may have waited for that, if they want to leave what they have."""
+    for worker in (each.worker for each in read.sources):
+        source = state.members.get(worker)
+        is_poisoned = source is not None and isinstance(source.content.buffer, Poisoned)
+        if is_poisoned or model.watches.is_waiting(worker):
+            state.mark_dirty(worker)
 
 
 def take_call(state: State, replica: Replica, member: Member, before: Report) -> None:
@@ -359,7 +360,7 @@ def note_fed(state: State, source: Member, former: Content) -> None:
         source.reads_without_progress = 0
         for read in state.reads.from_source(source.worker):
             reader = state.members.get(read.reader)
-            if reader is None or (read.version, read.grant.from_host) != (had.version, from_host):
+            if reader is None or (read.version, read.reads_copy_of(source.worker)) != (had.version, from_host):
                 continue
             if reader.filled(read.version, to_host=read.grant.to_host)[0] >= had.done:
                 read.pace.wait(state.now)
@@ -380,6 +381,8 @@ def note_pace(state: State, reader: Member) -> None:
     arrived = max(0, told.arrived_bytes)
     window_s = selection.pace_window_s(state)
     read.pace.note(now, arrived_bytes=arrived, done=done, chunk_bytes=chunk_bytes, over_s=window_s)
+    if read.is_across:
+        return  # from several sources at once: its rate says nothing of any of them
     if reader.paced != read.version:
         reader.paced, reader.best, reader.moves, reader.may_move_at = read.version, {}, 0, -inf
     source = state.members.get(read.source)
@@ -391,7 +394,7 @@ def note_pace(state: State, reader: Member) -> None:
         is_hopeless = its_own is not None and (
             selection.cannot_begin(state, its_own) or (its_own.pace.is_stuck and selection.is_held_up(state, its_own))
         )
-        has_no_more = source.filled(read.version, to_host=read.grant.from_host)[0] <= done
+        has_no_more = source.filled(read.version, to_host=read.from_host)[0] <= done
         if its_own is not None and has_no_more and not is_hopeless:
             read.pace.wait(now)
         rates = [one.pace.rate or 0.0 for one in state.reads.from_source(read.source) if not one.is_void]
@@ -402,7 +405,7 @@ def _note_ended(state: State, model: Model, reader: Member, read: OpenRead) -> N
     """A read is over. If it has brought all that was missing, those that come later are compared with it."""
     is_whole = reader.has_whole_copy(read.version) if read.grant.to_host else reader.holds(read.version)
     took_s = state.now - read.began_at
-    if read.is_void or read.part is not None or not is_whole or took_s <= 0.0 or state.members.get(read.source) is None:
+    if read.is_void or read.is_across or not is_whole or took_s <= 0.0 or state.members.get(read.source) is None:
         return
     rates = model.lately.setdefault(selection.tier_of(state, read), deque(maxlen=MAX_LATELY))
     rates.append(reader.report.size_bytes * (1.0 - read.had) / took_s)
@@ -490,9 +493,10 @@ def _goes_on(state: State, model: Model, member: Member, report: Report, told: T
     read, before, answer = state.reads.current.get(member.worker), member.report, told.answer
     if read is None or read.grant is not told.grant or read.grant.to_host or not is_progress(report, before):
         return False
-    for reading in (report.reading, before.reading):
-        if reading is None or reading.ticket != read.ticket or reading.is_opened:
-            return False
+    if report.reading is None or before.reading is None or report.reading.root != before.reading.root:
+        return False
+    if any(reading.ticket != read.ticket or reading.is_opened for reading in (report.reading, before.reading)):
+        return False
     has_its_answer = answer is not None and answer.version == read.version and answer.waiting is None
     return has_its_answer and not model.watches.waits_for_more(member.worker, than="loss")
 
@@ -546,7 +550,7 @@ def _is_same_else(report: Report, before: Report) -> bool:
         (report.session, report.can_box) == (before.session, before.can_box)
         and (report.prefetch, report.stops) == (before.prefetch, before.stops)
         and (report.claim, report.claimed_in) == (before.claim, before.claimed_in)
-        and (report.across, report.also_closed, report.missed) == (before.across, before.also_closed, before.missed)
+        and report.missed == before.missed
         and (report.failures, report.copy_error, report.copies_left)
         == (before.failures, before.copy_error, before.copies_left)
         and report.size_bytes == before.size_bytes
@@ -699,7 +703,8 @@ def _note_reach(state: State, member: Member) -> None:
     state.mark_readers_dirty(member.worker)
     state.mark_waiting_dirty(model, ARRIVALS)
     for read in state.reads.of(member.worker):
-        state.mark_dirty(read.source)
+        for source in read.sources:
+            state.mark_dirty(source.worker)
     apply.offer_copy_candidate(state, model, member)
 
 

@@ -22,7 +22,7 @@ def server_contradiction(state: State) -> str | None:
         if state.members.get(read.reader) is None:
             return f"ticket {read.ticket} is open for {read.reader}, who has no session"
         other = granted.get(read.reader) if not read.is_void else None
-        if other is not None and not _are_parts_of_one(read, other):
+        if other is not None:
             return f"{read.reader} may read {other.ticket} and {read.ticket} at once"
         if not read.is_void:
             granted[read.reader] = read
@@ -47,13 +47,6 @@ def server_contradiction(state: State) -> str | None:
                 if state.members.get(worker) is None or worker.shard != shard:
                     return f"{replica.name} counts {worker} as its shard {shard}"
     return None
-
-
-def _are_parts_of_one(one: OpenRead, other: OpenRead) -> bool:
-    """Both are parts of one read across."""
-    if one.part is None or other.part is None or one.part == other.part:
-        return False
-    return (one.version, one.grant.to_host) == (other.version, other.grant.to_host)
 
 
 def _index_contradiction(state: State, model: Model) -> str | None:
@@ -156,15 +149,15 @@ def _transfers(state: State) -> Generator[None, None, tuple[Transfer, ...]]:
                 version=read.version,
                 shard=read.reader.shard,
                 target=read.reader.replica,
-                source=read.source.replica,
+                source=", ".join(dict.fromkeys(each.worker.replica for each in read.sources)),
                 ticket=read.ticket,
                 done=done,
                 chunks=chunks,
                 size_bytes=reader.report.size_bytes if reader is not None else 0,
                 reason=read.grant.reason,
-                from_host=read.grant.from_host,
+                from_host=read.from_host,
                 to_host=read.grant.to_host,
-                is_cross_site=read.grant.is_cross_site,
+                is_cross_site=any(each.is_cross_site for each in read.sources),
                 is_void=read.is_void,
                 transport=told.transport if told is not None else "",
                 path=told.path if told is not None else "",

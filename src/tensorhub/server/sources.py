@@ -347,8 +347,7 @@ def leave_slow(state: State, model: Model, record: VersionRecord, reader: Member
     state.leave(reader, read, may_move_at=state.now + 2 * window_s * 2.0 ** min(reader.moves, 16))
     state.take_back(read)
     state.give(
-        *(reader, record, best.worker, f"{reason}; {why}"),
-        from_host=best.from_host,
+        *(reader, record, [best.place], f"{reason}; {why}"),
         to_host=read.grant.to_host,
         instead_of=read.source if takes_its_place else None,
         must_beat=BETTER * (read.pace.rate or 0.0) if takes_its_place else 0.0,
@@ -363,7 +362,7 @@ def _note_stuck(state: State, reader: Member, read: OpenRead) -> None:
         state.call_stuck(read)
     source = state.members.get(read.source)
     if not reader.moves:
-        is_whole = source is not None and facts.is_full(source, read.version, read.grant.from_host)
+        is_whole = source is not None and facts.is_full(source, read.version, read.from_host)
         if source is not None and is_whole and read.pace.is_still(state.now, selection.patience_s(state)):
             source.slow_until = state.now + state.settings.leave_s  # there will be others to choose from again
         return
@@ -460,7 +459,7 @@ def _is_sound(state: State, worker: WorkerId, *, without: WorkerId) -> bool:
         source = state.members.get(read.source)
         if source is None or facts.is_doubtful(state, source):
             return False
-        if facts.is_full(source, read.version, read.grant.from_host):
+        if facts.is_full(source, read.version, read.from_host):
             return True
         read = state.reads.current.get(read.source)
     return False
@@ -508,9 +507,8 @@ def _follow(
     state.give(
         reader,
         record,
-        best.worker,
+        [best.place],
         reason,
-        from_host=best.from_host,
         to_host=read.grant.to_host,
         is_stuck=read.pace.is_stuck,
     )
@@ -525,7 +523,7 @@ def _usual(state: State, record: VersionRecord, read: OpenRead) -> float | None:
         for holders in record.holders.values():
             for worker in holders:
                 one = state.reads.current.get(worker)
-                if one is None or one.part is not None or one.version != record.version or one.pace.rate is None:
+                if one is None or one.is_across or one.version != record.version or one.pace.rate is None:
                     continue
                 if one.source in state.members:  # else it is not known over what distance
                     found.setdefault(selection.tier_of(state, one), []).append(one.pace.rate)
@@ -568,7 +566,7 @@ def to_idle(state: State, model: Model, record: VersionRecord, reader: Member, r
     source = state.known(read.source)
     is_cross_site = source.hello.site != reader.hello.site
     may_go_near = is_cross_site and not _has_begun(reader, read)
-    is_its_own = facts.is_full(source, read.version, read.grant.from_host) and state.reads.load(read.source) < 2
+    is_its_own = facts.is_full(source, read.version, read.from_host) and state.reads.load(read.source) < 2
     if is_its_own and not may_go_near:
         return False
     is_shared = is_cross_site and reads_leaving(state, record, reader)[source.hello.site] > 0
@@ -586,9 +584,8 @@ def to_idle(state: State, model: Model, record: VersionRecord, reader: Member, r
     state.give(
         reader,
         record,
-        best.worker,
+        [best.place],
         reason,
-        from_host=best.from_host,
         to_host=read.grant.to_host,
         counted_as="rebalanced",
     )

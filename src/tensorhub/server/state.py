@@ -1,7 +1,7 @@
 """The server's state: its clock, its numbers, its tables, and the questions that several rules ask of them."""
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -15,12 +15,25 @@ from ..protocol.messages import (
     LayoutInfo,
     Poisoned,
     Report,
+    Source,
     Withdrawing,
 )
 from ..protocol.names import Digest, ModelName, Number, ReplicaName, Ticket, Version, WorkerId
 from ..protocol.settings import Settings
 from .groups import GroupCall, Replica
-from .members import WHOLE, LayoutKey, Member, Members, OpenRead, OpenReads, Place, Topic, references_of, sources_of
+from .members import (
+    WHOLE,
+    LayoutKey,
+    LayoutSet,
+    Member,
+    Members,
+    OpenRead,
+    OpenReads,
+    Place,
+    Topic,
+    references_of,
+    sources_of,
+)
 from .versions import Model, Notary, VersionRecord, are_equal
 
 # --- The time awake: the caller's clock, less the time for which the server stood still.
@@ -172,46 +185,40 @@ class State:
 
     def open_read(self, read: OpenRead) -> None:
         self.reads.add(read)
-        self._note_load(read.source)
+        self._note_load(read)
 
     def give(
         self,
         reader: Member,
         record: VersionRecord,
-        source: WorkerId,
+        sources: Sequence[tuple[WorkerId, bool]],
         reason: str,
         *,
-        from_host: bool,
         to_host: bool,
         instead_of: WorkerId | None = None,
         must_beat: float = 0.0,
         is_stuck: bool = False,
         counted_as: str = "",
         shares: bool = False,
-        part: LayoutKey | None = None,
+        across: LayoutSet = (),
     ) -> None:
-        """Let the reader read the version from that source, for that reason.
+        """Let the reader read the version from these workers (true: from a host copy), for that reason.
 
         `instead_of`: a slow source that is left for its own source, which gets `must_beat` where it was at fault.
-        `shares`: the memory of a host copy, rather than to make another. `part`: of the source, of a read across.
+        `shares`: the memory of a host copy, rather than to make another. `across`: their layout keys, if those are not
+        the reader's.
         """
-        its = self.known(source).hello
+        named, site = [], reader.hello.site
+        for (worker, from_host), key in zip(sources, across or [reader.layout_key], strict=True):
+            its = self.known(worker).hello
+            named.append(Source(worker, from_host, its.endpoints, record.roots[key], its.site != site))
+        ticket = Ticket(self.next_number())
         grant = Grant(
-            ticket=Ticket(self.next_number()),
-            version=record.version,
-            root=record.roots[part or reader.layout_key],
-            source=source,
-            endpoints=its.endpoints,
-            reason=reason,
-            from_host=from_host,
-            to_host=to_host,
-            is_cross_site=its.site != reader.hello.site,
-            shares=shares,
-            parts=0 if part is None or reader.crossing is None else len(reader.crossing.layout_set),
+            ticket, record.version, tuple(named), reason, to_host=to_host, shares=shares, is_across=bool(across)
         )
         done, chunks, _ = reader.filled(record.version, to_host=to_host)
         read = OpenRead(grant, reader.worker, reader.layout_key, looked_at=self.now, began_at=self.now)
-        read.had, read.shares, read.part = done / max(chunks, done, 1), shares, part
+        read.had, read.shares = done / max(chunks, done, 1), shares
         read.instead_of, read.must_beat, read.pace.is_stuck = instead_of, must_beat, is_stuck
         model = self.models[reader.hello.model]
         self.open_read(read)
@@ -230,15 +237,16 @@ class State:
             self.mark_waiting_dirty(self.models[read.reader.model], sources_of(read.version, read.layout_key))
 
     def leave(self, reader: Member, read: OpenRead, *, may_move_at: float) -> None:
-        """The reader leaves the source of this read, which is too slow, and does not move again before that time."""
+        """The reader leaves the sources of this read, which is too slow, and does not move again before that time."""
         until = self.now + self.settings.leave_s
         reader.may_move_at = may_move_at
         reader.moves += 1
         reader.slow_sources = {worker: spared for worker, spared in reader.slow_sources.items() if spared > self.now}
-        reader.slow_sources[read.source] = until
-        source = self.members.get(read.source)
-        if source is not None:
-            source.slow_until = until
+        for each in read.sources:
+            reader.slow_sources[each.worker] = until
+            source = self.members.get(each.worker)
+            if source is not None:
+                source.slow_until = until
 
     def call_stuck(self, read: OpenRead, *, is_stuck: bool = True) -> None:
         """The read is slow and no other source would help: readers behind it need not wait. Or that is over."""
@@ -247,17 +255,18 @@ class State:
             self.mark_readers_dirty(read.reader)
         read.pace.is_stuck = is_stuck
 
-    def close_reads(self, reader: WorkerId, upto: Ticket | None, beside: Collection[Ticket] = ()) -> list[OpenRead]:
-        """The reader's reads up to that ticket (None: all of them) are over, and those. Returns them."""
-        over = self.reads.close(reader, upto, beside)
+    def close_reads(self, reader: WorkerId, upto: Ticket | None) -> list[OpenRead]:
+        """The reader's reads up to that ticket (None: all of them) are over. Returns them."""
+        over = self.reads.close(reader, upto)
         for read in over:
-            self._note_load(read.source)
+            self._note_load(read)
         return over
 
-    def _note_load(self, source: WorkerId) -> None:
-        model = self.models.get(source.model)
-        if model is not None:
-            model.note_load(source, self.reads.load(source))
+    def _note_load(self, read: OpenRead) -> None:
+        for source in read.sources:
+            model = self.models.get(source.worker.model)
+            if model is not None:
+                model.note_load(source.worker, self.reads.load(source.worker))
 
     # --- dirty workers: those to decide for again ---------------------------------------------------------------------
 
@@ -437,6 +446,11 @@ def serves(state: State, source: WorkerId, version: Version, from_host: bool) ->
     if isinstance(buffer, Filling):
         return False
     return _is_granted(state, source, version, to_host=False)  # it fills the buffer with it next
+
+
+def is_served(state: State, read: OpenRead) -> bool:
+    """As far as is known, each of its sources still has the version."""
+    return all(serves(state, each.worker, read.version, each.from_host) for each in read.sources)
 
 
 def _is_granted(state: State, reader: WorkerId, version: Version, *, to_host: bool) -> bool:

@@ -14,6 +14,7 @@ from ..protocol.messages import (
     Poisoned,
     Vacated,
     Withdrawing,
+    named,
     parse_spec,
 )
 from ..protocol.names import Digest, Version
@@ -138,7 +139,7 @@ def _how_far(worker: WorkerState, call: Call, *, is_unheard: bool) -> Iterator[s
     for version, times in worker.copies.failed.items():
         yield f"copying version {version} from host memory failed {times} times"
     if isinstance(buffer, Filling):
-        source = f" from {worker.reading.source}" if worker.reading is not None else ""
+        source = f" from {named(worker.reading.sources)}" if worker.reading is not None else ""
         yield f"{buffer.done} of {buffer.chunks or '?'} chunks of version {buffer.version} were in place{source}"
     if call.fills and worker.slot.last_failure:
         yield worker.slot.last_failure

@@ -1,13 +1,9 @@
-"""Events that a worker's machine takes in, and effects that its shell carries out.
-
-A read across layouts has several *parts*, one from each source. A part has its own ticket; the read as a whole writes
-the memory as any other read does.
-"""
+"""Events that a worker's machine takes in, and effects that its shell carries out."""
 
 from dataclasses import dataclass
 
 from ..protocol.messages import Failure, Grant, LayoutInfo, Orders, Refusal, Report, Spec
-from ..protocol.names import Digest, Ticket, Version
+from ..protocol.names import Digest, Ticket, Version, WorkerId
 
 # --- events: the shell tells ------------------------------------------------------------------------------------------
 
@@ -75,9 +71,13 @@ class Closing:
 
 @dataclass(frozen=True, slots=True)
 class ReadOpened:
-    """After `OpenRead`: the source is there, and its manifest is that of the granted version. Nothing was written."""
+    """After `OpenRead`: the sources are there, with the manifests of the granted version. Nothing was written.
+
+    `root`: of a read across, what the registered tensors will be, as follows from those manifests.
+    """
 
     ticket: Ticket
+    root: Digest = Digest("")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +123,13 @@ class ReadMeasured:
 class ReadEnded:
     """No byte of this read can land any more. `complete`: every chunk of the version is in place, verified in time.
 
-    `failure` is None if it was complete, or was stopped because we asked.
+    `failure` is None if it was complete, or was stopped because we asked. `source`: the one that failed, of several.
     """
 
     ticket: Ticket
     complete: bool = False
     failure: Failure | None = None
+    source: WorkerId | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,36 +189,6 @@ class Tick:
     """Time has passed (see `Worker.next_deadline`)."""
 
 
-@dataclass(frozen=True, slots=True)
-class AcrossOpened:
-    """After `OpenAcross`: the manifests of all sources are those of the granted content, the registered tensors can be
-    filled from them, and this is the root of what they will be. Nothing was written. `ticket` is the read's."""
-
-    ticket: Ticket
-    root: Digest
-
-
-@dataclass(frozen=True, slots=True)
-class PartEnded:
-    """No byte of this part can land any more, and its source need not serve it. Said once for each part that has not
-    ended with the whole read. `brought`: all that was wanted of it is in place. `failure` is None if so, or if the part
-    was stopped because we asked; then another part may bring what it has not."""
-
-    ticket: Ticket  # the read's
-    part: Ticket
-    brought: bool = False
-    failure: Failure | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PartMeasured:
-    """How many bytes have come by this part so far."""
-
-    ticket: Ticket  # the read's
-    part: Ticket
-    arrived_bytes: int
-
-
 Event = (
     Connected
     | Disconnected
@@ -233,9 +204,6 @@ Event = (
     | ReadAdvanced
     | ReadMeasured
     | ReadEnded
-    | AcrossOpened
-    | PartEnded
-    | PartMeasured
     | NotShared
     | ServingStopped
     | CopiedOut
@@ -258,17 +226,21 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class OpenRead:
-    """Fetch the manifest of the grant's version from its source and judge it, and write nothing; answer with
-    `ReadOpened`, or with `ReadEnded` and why not. From then on peers may open the version here too."""
+    """Fetch the manifest of the grant's version from each source and judge it, and write nothing; answer with
+    `ReadOpened`, or with `ReadEnded` and why not. From then on peers may open the version here too.
+
+    Across layouts: derive the manifest of the registered layout from them, and judge whether they have all of that (a
+    `LayoutMismatch` names tensor and part)."""
 
     grant: Grant
 
 
 @dataclass(frozen=True, slots=True)
 class StartRead:
-    """Read what is missing of the grant's version from its source into the registered memory, or into a host copy
+    """Read what is missing of the grant's version from its sources into the registered memory, or into a host copy
     (`grant.to_host`); answer with `ReadTouched` right before the first byte, `ReadAdvanced` now and then, and
-    `ReadEnded` once. While it runs, and afterwards, serve what has been verified. It may have been opened before.
+    `ReadEnded` once. While it runs, and afterwards, serve what has been verified. It may have been opened before, and
+    was if it is one across. Where one source fails, all of it ends.
 
     `grant.shares`: map the source's host copy, verify it, and serve it: `ReadEnded` says that it is there. Where it
     cannot be mapped answer with `NotShared`, and read as said above."""
@@ -359,58 +331,10 @@ class Left:
     drained: bool
 
 
-@dataclass(frozen=True, slots=True)
-class OpenAcross:
-    """Fetch the manifest of each grant's content from its source and compare its root with the grant's, derive the
-    manifest of the registered layout, and judge whether all of that is covered. Write nothing. Answer with
-    `AcrossOpened`; with `ReadEnded` and why not, where no other source could help (a `LayoutMismatch` names tensor and
-    part); with `PartEnded` for a source that fails, and go on once `AddPart` has named another.
-
-    The read is known by `ticket`, the lowest of these grants': `ReadTouched`, `ReadAdvanced` (by chunks of the
-    registered layout), `ReadBarred` and `ReadEnded` name that one. `ReadEnded` tells once of all parts together."""
-
-    ticket: Ticket
-    grants: tuple[Grant, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class StartAcross:
-    """Read what is missing out of these sources, into the registered memory or into a host copy (`to_host` of each
-    grant); answer as after `StartRead`, and with `PartEnded` for each part that ends before all is in place. Serve what
-    has been verified under the root that `AcrossOpened` said. It has been opened before. While something is missing
-    that no part brings, wait for `AddPart`; end the read only when all is there, when it is stopped, or when no other
-    source could help."""
-
-    ticket: Ticket
-    grants: tuple[Grant, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class AddPart:
-    """One more source for that read: what is missing and no part brings is planned anew, over this one too. If it is
-    not needed, say so with `PartEnded` (`brought`)."""
-
-    ticket: Ticket
-    grant: Grant
-
-
-@dataclass(frozen=True, slots=True)
-class StopPart:
-    """Let this part of that read begin nothing more; end it soon, and answer with `PartEnded`. It may just have ended
-    by itself: then there is no further answer."""
-
-    ticket: Ticket
-    part: Ticket
-
-
 Effect = (
     Send
     | OpenRead
     | StartRead
-    | OpenAcross
-    | StartAcross
-    | AddPart
-    | StopPart
     | Trust
     | StopRead
     | StartServing

@@ -14,7 +14,6 @@ from typing import assert_never
 
 from ..protocol.errors import InvariantViolation
 from ..protocol.messages import (
-    Across,
     Buffer,
     Empty,
     Failure,
@@ -31,7 +30,6 @@ from ..protocol.messages import (
 from ..protocol.names import Digest, Number, Version, WorkerId
 from . import calls, events, reads
 from .calls import update_at_once, why_not_begin
-from .events import AcrossOpened, PartEnded, PartMeasured
 from .state import Call, WorkerState, contradiction
 
 # --- reports ----------------------------------------------------------------------------------------------------------
@@ -52,9 +50,7 @@ def report_of(worker: WorkerState) -> Report:
         ended=worker.ended,
         finished=worker.finished,
         missed=worker.missed,
-        reading=worker.reading if not worker.slot.is_across else None,
-        across=across_of(worker),
-        also_closed=tuple(worker.slot.parts.over),
+        reading=worker.reading,
         closed=worker.slot.closed,
         newest=proofs.newest,
         newest_receipt=proofs.newest_receipt,
@@ -79,17 +75,6 @@ def report_of(worker: WorkerState) -> Report:
     )
 
 
-def across_of(worker: WorkerState) -> Across | None:
-    """The open read, if that is one across layouts."""
-    slot, reading = worker.slot, worker.reading
-    if reading is None or not slot.is_across:
-        return None
-    parts = slot.parts
-    return Across(
-        reading.version, reading.to_host, slot.root, reading.is_opened, parts.for_report(), tuple(parts.brought)
-    )
-
-
 # --- orders -----------------------------------------------------------------------------------------------------------
 
 
@@ -103,7 +88,7 @@ def take(worker: WorkerState, orders: Orders) -> None:
     sent_at = worker.book.acknowledge(orders.acknowledged)
     if sent_at is not None:
         worker.slot.extend_trust(sent_at + orders.trust_s)
-    worker.slot.take_grant(orders.grant, orders.across)
+    worker.slot.take_grant(orders.grant)
     worker.copies.take_orders(orders, next_report=worker.next_report)
     worker.proofs.take_orders(orders, worker.versions_at_hand)
     worker.is_urgent |= orders.witness
@@ -306,8 +291,8 @@ class Worker:
                     calls.end_badly(worker)
             case events.Closing(deadline=deadline):
                 calls.begin(worker, deadline)
-            case events.ReadOpened(ticket=ticket):
-                reads.opened(worker, ticket)
+            case events.ReadOpened(ticket=ticket, root=root):
+                reads.opened(worker, ticket, root)
             case events.ReadTouched(ticket=ticket):
                 reads.touched(worker, ticket)
             case events.ReadBarred():
@@ -318,8 +303,6 @@ class Worker:
                 worker.slot.measured(event)
             case events.ReadEnded():
                 reads.ended(worker, event)
-            case AcrossOpened() | PartEnded() | PartMeasured():
-                self._take_of_parts(event)
             case events.NotShared():
                 reads.not_shared(worker, event)
             case events.ServingStopped(version=version):
@@ -339,18 +322,6 @@ class Worker:
                 pass
             case _:
                 assert_never(event)
-
-    def _take_of_parts(self, event: AcrossOpened | PartEnded | PartMeasured) -> None:
-        """What becomes of a read across layouts."""
-        worker = self.state
-        match event:
-            case AcrossOpened(ticket=ticket, root=root):
-                reads.opened(worker, ticket, root)
-            case PartEnded():
-                reads.part_ended(worker, event)
-            case PartMeasured(part=part, arrived_bytes=arrived_bytes):
-                if part in worker.slot.parts.open:
-                    worker.slot.parts.arrived_bytes[part] = arrived_bytes
 
     def _connected(self) -> None:
         worker = self.state

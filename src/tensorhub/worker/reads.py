@@ -9,14 +9,14 @@ from ..protocol.messages import (
     Grant,
     Holding,
     Poisoned,
-    Reading,
     Vacated,
     Withdrawing,
+    named,
     parse_spec,
 )
 from ..protocol.names import Digest, Ticket, Version
 from . import events
-from .events import Effect, PartEnded
+from .events import Effect
 from .state import Call, WorkerState
 
 # --- from one version to the next -------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ def begin(worker: WorkerState, call: Call) -> None:
 
 def _may_come_within_reach(worker: WorkerState, call: Call, version: Version) -> bool:
     """It is within reach, or is being opened at a source that is granted. Not for long: that may not answer."""
-    offer = worker.slot.offer
+    offer = worker.slot.grant
     is_granted = offer is not None and offer.version == version and not offer.to_host
     return worker.has_within_reach(version) or (is_granted and worker.now < call.impatient_at)
 
@@ -174,12 +174,12 @@ def advance_copies(worker: WorkerState) -> None:
 # --- the open read ----------------------------------------------------------------------------------------------------
 
 
-def opened(worker: WorkerState, ticket: Ticket, root: Digest | None = None) -> None:
-    """The source has what was granted: the old version may be withdrawn for it. `root`: of what is read across."""
+def opened(worker: WorkerState, ticket: Ticket, root: Digest) -> None:
+    """The sources have what was granted: the old version may be withdrawn for it. `root`: of what is read across."""
     reading = worker.slot.note_opened(ticket, root)
-    worker.is_urgent |= reading is not None and root is not None  # other workers wait to hear what it is
     if reading is not None:
-        worker.note(f"has opened version {reading.version} at {reading.source}")
+        worker.is_urgent |= reading.is_across  # other workers wait to hear what it is
+        worker.note(f"has opened version {reading.version} at {named(reading.sources)}")
         if worker.call is not None:
             worker.call.opened = reading.version
 
@@ -213,22 +213,7 @@ def not_shared(worker: WorkerState, event: events.NotShared) -> None:
     reading = worker.slot.not_shared(event.ticket)
     if reading is not None and worker.copies.may_begin(reading.version):
         worker.copies.begun(reading.version, worker.slot.root)
-        worker.note(f"cannot map the host copy of version {reading.version} of {reading.source}, and reads it")
-
-
-def part_ended(worker: WorkerState, event: PartEnded) -> None:
-    """One source of a read across is done with; the others go on."""
-    reading, slot = worker.reading, worker.slot
-    if reading is None or not slot.is_across or reading.ticket != event.ticket:
-        return
-    found = slot.parts.ended(event.part, brought=event.brought)
-    if found is None:
-        return
-    grant, by_itself = found
-    worker.is_urgent = True
-    if event.failure is not None and by_itself:
-        slot.failed(Reading(grant.ticket, grant.source, grant.version), event.failure)
-        worker.note(f"part {event.part} from {grant.source} failed: {event.failure.message}")
+        worker.note(f"cannot map the host copy of version {reading.version} of {named(reading.sources)}, and reads it")
 
 
 def ended(worker: WorkerState, event: events.ReadEnded) -> None:
@@ -239,30 +224,30 @@ def ended(worker: WorkerState, event: events.ReadEnded) -> None:
     worker.is_urgent = True  # another worker may wait for that
     if event.complete and reading.shares:
         worker.copies.shared(reading.version, worker.slot.root)
-        worker.note(f"shares the host copy of version {reading.version} of {reading.source}")
+        worker.note(f"shares the host copy of version {reading.version} of {named(reading.sources)}")
     elif event.complete and reading.to_host:
         worker.copies.filled(reading.version)
-        worker.note(f"has a host copy of version {reading.version}, last chunk from {reading.source}")
+        worker.note(f"has a host copy of version {reading.version}, last chunk from {named(reading.sources)}")
     elif event.complete and isinstance(worker.buffer, Filling) and worker.buffer.version == reading.version:
         worker.want(worker.memory.complete(worker.slot.root))
-        worker.note(f"holds version {reading.version}, last chunk from {reading.source}")
+        worker.note(f"holds version {reading.version}, last chunk from {named(reading.sources)}")
     elif event.failure is not None and by_itself and reading.to_host and event.failure.code == HostMemoryFull.code:
         if reading.version in worker.copies.by_version:
             worker.copies.leave(reading.version, next_report=worker.next_report)
         worker.note(f"no memory for a host copy of version {reading.version}: {event.failure.message}")
     elif event.failure is not None and by_itself:
-        worker.slot.failed(reading, event.failure)
-        worker.note(f"read {event.ticket} from {reading.source} failed: {event.failure.message}")
+        worker.slot.failed(reading, event.failure, event.source)
+        worker.note(f"read {event.ticket} from {named(reading.sources)} failed: {event.failure.message}")
     take_back(worker)
 
 
 def advance(worker: WorkerState) -> None:
     """Open, begin or stop a read, as grant and buffer have it now."""
     slot, call = worker.slot, worker.call
-    wanted, offer = _is_wanted(worker, slot.offer), slot.offer
+    wanted, grant = _is_wanted(worker, slot.grant), slot.grant
     may_be_wanted = call is not None and call.fills and not isinstance(worker.buffer, Holding)
-    if offer is not None and not wanted and (offer.to_host or not may_be_wanted):
-        slot.decline()
+    if grant is not None and not wanted and (grant.to_host or not may_be_wanted):
+        slot.grant = None
         worker.is_urgent = True  # its source need not wait for us
     slot.stop_unless_granted(is_wanted=wanted)
     if slot.may_start(is_wanted=wanted, now=worker.now):
@@ -294,7 +279,7 @@ def _is_wanted(worker: WorkerState, grant: Grant | None) -> bool:
 def _is_of_other_tensors(worker: WorkerState) -> bool:
     """What is opened across for a host copy was worked out for tensors that are not registered any more."""
     slot, reading = worker.slot, worker.reading
-    if reading is None or not (slot.is_across and reading.to_host):
+    if reading is None or not (reading.is_across and reading.to_host):
         return False
     return reading.version not in worker.copies.by_version and slot.layout != worker.copies.layout
 
@@ -303,49 +288,34 @@ def _go_on(worker: WorkerState) -> None:
     """Read what was opened, if that may be written now."""
     slot, reading = worker.slot, worker.reading
     assert reading is not None
-    if isinstance(worker.buffer, Vacated) and not reading.to_host:
-        slot.go_on()
-    elif reading.to_host:
+    if reading.to_host:
         slot.go_on()
         worker.copies.begun(reading.version, slot.root)
-    elif slot.is_across and isinstance(worker.buffer, Filling) and not worker.memory.is_stopping:
+    elif isinstance(worker.buffer, Vacated):
+        slot.go_on()
+    elif reading.is_across and isinstance(worker.buffer, Filling) and not worker.memory.is_stopping:
         slot.go_on()
         worker.memory.serve_fill()
-
-
-def _begin_across(worker: WorkerState, grant: Grant) -> None:
-    """Open it in any case: what it is has to be known before a byte is written."""
-    is_free = grant.to_host or isinstance(worker.buffer, Filling | Vacated)
-    if not is_free and worker.call is not None and worker.call.opened == grant.version:
-        return  # it was opened before, at other sources: it is read once the buffer is free
-    worker.slot.start_across()
-    worker.slot.layout = worker.copies.layout
-    tickets = ", ".join(str(part) for part in worker.slot.parts.open)
-    worker.note(f"opens {grant.version} across {len(worker.slot.parts.open)} sources, tickets {tickets}")
 
 
 def _begin(worker: WorkerState) -> None:
-    slot, grant = worker.slot, worker.slot.offer
+    """Open or read what is granted. What is read across is opened in any case: its root is known only then."""
+    slot, grant, buffer = worker.slot, worker.slot.grant, worker.buffer
     assert grant is not None
-    if slot.grant is None:
-        _begin_across(worker, grant)
+    is_filling = isinstance(buffer, Filling) and not grant.to_host
+    is_opened = worker.call is not None and worker.call.opened == grant.version
+    if is_filling and worker.memory.is_stopping:
         return
-    if grant.to_host:
-        slot.start()
+    if is_opened and not (grant.to_host or isinstance(buffer, Filling | Vacated)):
+        return  # it was opened before, at another source: it is read once the buffer is free
+    may_read = grant.to_host or is_filling or (is_opened and isinstance(buffer, Vacated))
+    slot.start(worker.copies.layout, is_only_opened=grant.is_across or not may_read)
+    if not slot.is_opening:
         if grant.shares:
             worker.copies.begun_to_share()
-        else:
+        elif grant.to_host:
             worker.copies.begun(grant.version, grant.root)
-    elif isinstance(worker.buffer, Filling):
-        if worker.memory.is_stopping:
-            return
-        slot.start()
-        worker.memory.serve_fill()
-    elif worker.call is None or worker.call.opened != grant.version:
-        slot.start(is_only_opened=True)
-    elif isinstance(worker.buffer, Vacated):
-        slot.start()
-    else:
-        return  # it was opened before, at another source: it is read once the buffer is free
+        elif is_filling:
+            worker.memory.serve_fill()
     verb = "reads" if not slot.is_opening else "opens"
-    worker.note(f"{verb} {grant.version} at {grant.source}, ticket {grant.ticket}: {grant.reason}")
+    worker.note(f"{verb} {grant.version} at {named(grant.sources)}, ticket {grant.ticket}: {grant.reason}")

@@ -46,15 +46,11 @@ def news_of(report: Report) -> Report:
     reading = report.reading
     if reading is not None:
         reading = replace(reading, rate_bytes_per_s=0, arrived_bytes=0, is_opened=False)
-    across = report.across
-    if across is not None:
-        parts = tuple(replace(each, arrived_bytes=0) for each in across.parts)
-        across = replace(across, parts=parts, is_opened=False)
     copies = tuple(replace(each, done=0, chunks=0) for each in report.copies)
     counters = {"number": 0, "seen": Number(0), "closed": Ticket(0), "received_bytes": {}, "cross_site_bytes": {}}
     carried = replace(report, newest=None, newest_receipt="", receipts={}, ceiling=Number(0), ceiling_receipt="")
     carried = replace(carried, claimed_in=Number(0), stops=False, roster=None)
-    return replace(carried, buffer=buffer, reading=reading, across=across, copies=copies, **counters)
+    return replace(carried, buffer=buffer, reading=reading, copies=copies, **counters)
 
 
 def pressing(news: Report) -> Report:
@@ -382,7 +378,7 @@ def contradiction(worker: WorkerState) -> str | None:
         return f"fills {buffer} and is in no call"
     if isinstance(buffer, Vacated) and serving is not None:
         return f"has vacated {buffer.version} and serves {serving}"
-    if reading is not None and slot.closed >= min(slot.parts.open, default=inf if slot.is_across else reading.ticket):
+    if reading is not None and slot.closed >= reading.ticket:
         return f"reads ticket {reading.ticket}, called closed up to {slot.closed}"
     if isinstance(buffer, Empty) and serving is not None:
         return f"serves version {serving} from an empty buffer"
