@@ -3,7 +3,18 @@
 from msgspec import structs
 
 from tensorhub.protocol.manifest import Layout, TensorSpec
-from tensorhub.protocol.messages import PROTOCOL, Answer, CallReport, Grant, Hello, Holding, LayoutInfo, Orders, Report
+from tensorhub.protocol.messages import (
+    PROTOCOL,
+    Answer,
+    CallReport,
+    Grant,
+    Hello,
+    Holding,
+    LayoutInfo,
+    Orders,
+    Report,
+    Source,
+)
 from tensorhub.protocol.names import Digest, Number, Ticket, Version, WorkerId, worker_id
 from tensorhub.protocol.settings import Settings
 from tensorhub.server import Server
@@ -24,8 +35,17 @@ def hello(who: WorkerId, *, shards: int = 1, life: str = "1", host: str = "", si
     return Hello(PROTOCOL, who.model, who.replica, who.shard, shards, life, endpoints=line, host=host, site=site)
 
 
-def grant(ticket: int, *, source: WorkerId | None = None, version: int = 1, root: str = "r") -> Grant:
-    return Grant(Ticket(ticket), Version(version), Digest(root), source or worker("trainer"), (), "because")
+def grant(
+    ticket: int, *, source: WorkerId | None = None, version: int = 1, root: str = "r", from_host: bool = False
+) -> Grant:
+    where = Source(source or worker("trainer"), from_host, (), Digest(root))
+    return Grant(Ticket(ticket), Version(version), (where,), "because")
+
+
+def across(ticket: int, *, replica: str = "trainer", version: int = 1, to_host: bool = False) -> Grant:
+    """Out of two shards of that replica, with another layout."""
+    sources = tuple(Source(worker(replica, shard), False, (), Digest(f"r{shard}")) for shard in (0, 1))
+    return Grant(Ticket(ticket), Version(version), sources, "because", to_host=to_host, is_across=True)
 
 
 def candidate(

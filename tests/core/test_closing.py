@@ -31,4 +31,4 @@ def test_a_worker_that_closes_shares_no_host_copy() -> None:
     town.says(CLOSER, **has, closing=True)
     grant = town.orders[OTHER].grant
     assert grant is not None, "it is the heir"
-    assert (grant.source, grant.to_host, grant.shares) == (TRAINER, True, False)
+    assert (grant.source.worker, grant.to_host, grant.shares) == (TRAINER, True, False)

@@ -1,7 +1,6 @@
 """What a call says when its time has run out: always that, and what was missing at the end."""
 
 import pytest
-from msgspec.structs import replace
 
 from tensorhub.protocol.messages import Answer, Failure, LayoutInfo, Orders, Refusal
 from tensorhub.protocol.names import Number, Ticket, Version
@@ -82,7 +81,7 @@ def test_what_was_waited_for_before_is_not_said() -> None:
 def test_why_the_last_read_had_failed_is_said_to_the_caller_of_that_call_only() -> None:
     it = Waiting()
     source = worker("trainer")
-    it.order(answer=Answer(1, Version(3)), grant=replace(grant(9, source=source, version=3), endpoints=("x://1",)))
+    it.order(answer=Answer(1, Version(3)), grant=grant(9, source=source, version=3))
     it.tell(events.ReadMeasured(Ticket(9), "tcp", "one stream", "", 0))
     it.tell(events.ReadEnded(Ticket(9), failure=Failure("source-lost", "all 64 connections are taken")))
     it.order(answer=Answer(1, Version(3)))

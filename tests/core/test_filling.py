@@ -7,7 +7,7 @@ from tensorhub.protocol.messages import Answer, Holding, LayoutInfo, Poisoned
 from tensorhub.protocol.names import Digest, Number, Ticket, Version
 from tensorhub.worker import events
 
-from .kit import LAYOUT, Conversation, grant, orders
+from .kit import LAYOUT, Conversation, across, grant, orders
 
 ONE = Version(1)
 
@@ -68,13 +68,13 @@ def test_a_copy_that_was_begun_is_finished_though_tensors_that_come_again_would_
 @pytest.mark.parametrize("is_across", [False, True])
 def test_a_copy_that_was_not_begun_is_given_up_where_there_is_no_room_for_it_by_then(is_across: bool) -> None:
     it = Conversation.begun(max_copies=2)
-    parts = tuple(replace(grant(ticket), to_host=True, parts=2) for ticket in (2, 3))
-    shared = replace(grant(2), to_host=True, from_host=True, shares=True)
-    it.tell(events.Received(orders(2, fetch=ONE, **({"across": parts} if is_across else {"grant": shared}))))
-    assert it.wants(events.OpenAcross(Ticket(2), parts) if is_across else events.StartRead(shared))
+    crossing = across(2, to_host=True)
+    shared = replace(grant(2, from_host=True), to_host=True, shares=True)
+    it.tell(events.Received(orders(2, fetch=ONE, grant=crossing if is_across else shared)))
+    assert it.wants(events.OpenRead(crossing) if is_across else events.StartRead(shared))
     it.tell(events.Registered(LayoutInfo(LAYOUT), Digest("l"), 16, max_copies=0))
     assert it.wants(events.StopRead(Ticket(2)))
-    it.tell(events.AcrossOpened(Ticket(2), Digest("r")) if is_across else events.NotShared(Ticket(2)))
+    it.tell(events.ReadOpened(Ticket(2), Digest("r")) if is_across else events.NotShared(Ticket(2)))
     it.tell(events.ReadAdvanced(Ticket(2), 0, 4), events.ReadEnded(Ticket(2)))
     assert not it.worker.state.copies.by_version
 
@@ -87,7 +87,7 @@ def test_what_was_to_be_shared_is_not_read_where_an_offload_has_the_last_room(sh
     it.tell(
         events.Received(orders(2, answer=answer)), events.Received(orders(3, answer=replace(answer, finished=True)))
     )
-    shared = replace(grant(50, version=2), to_host=True, from_host=True, shares=True)
+    shared = replace(grant(50, version=2, from_host=True), to_host=True, shares=True)
     if shares_first:
         it.tell(events.Received(orders(4, fetch=Version(2), grant=shared)))
     it.tell(events.Received(orders(5, fetch=Version(2), grant=shared, offload=ONE)))

@@ -14,6 +14,7 @@ from tensorhub.protocol.messages import (
     Poisoned,
     Reading,
     Report,
+    Source,
     Vacated,
     Withdrawing,
 )
@@ -29,7 +30,7 @@ from .kit import LAYOUT, grant, hello, worker
 
 ROOT = Digest("r")
 ONE, TWO = Version(1), Version(2)
-READING = Reading(Ticket(5), worker("trainer"), TWO)
+READING = Reading(Ticket(5), (Source(worker("trainer")),), TWO)
 CALL = Call("update", "latest", Digest(""), 0.0, 60.0)
 
 
@@ -106,25 +107,12 @@ def cluster() -> Server:
     return server
 
 
-def read(
-    ticket: int,
-    reader: WorkerId,
-    source: WorkerId,
-    *,
-    is_void: bool = False,
-    version: int = 1,
-    part: LayoutKey | None = None,
-) -> OpenRead:
-    return OpenRead(grant(ticket, source=source, version=version), reader, LayoutKey(1, Shard(0)), is_void, part=part)
+def read(ticket: int, reader: WorkerId, source: WorkerId, *, is_void: bool = False, version: int = 1) -> OpenRead:
+    return OpenRead(grant(ticket, source=source, version=version), reader, LayoutKey(1, Shard(0)), is_void)
 
 
 def _two_at_once(server: Server) -> None:
     server.state.open_read(read(100, B, A))
-    server.state.open_read(read(101, B, A))
-
-
-def _one_beside_a_part(server: Server) -> None:
-    server.state.open_read(read(100, B, A, part=LayoutKey(2, Shard(0))))
     server.state.open_read(read(101, B, A))
 
 
@@ -168,7 +156,6 @@ def _of_unknown_content(server: Server) -> None:
         (_read_from_unnoticed, "serves 1 reads, and is kept as if it were otherwise"),
         (_of_unknown_content, "has 1 with the content r, and that is kept as None"),
         (_two_at_once, "may read 100 and 101 at once"),
-        (_one_beside_a_part, "may read 100 and 101 at once"),
         (_of_nobody, "who has no session"),
         (_in_a_ring, "reads from itself"),
         (_held_by_nobody, "counts as a holder of 1 and has no session"),

@@ -20,6 +20,7 @@ from tensorhub.protocol.messages import (
     LayoutInfo,
     Orders,
     Report,
+    Source,
     add_up,
 )
 from tensorhub.protocol.names import MAX_NAME, Digest, Number, ReplicaName, Shard, Ticket, Version, worker_id
@@ -79,7 +80,7 @@ class Busy:
 
     def granted(self, version: int, *, to_host: bool) -> Ticket:
         ticket = Ticket(self.number + 1)
-        grant = Grant(ticket, Version(version), ROOT, LONGEST, (), "", to_host=to_host, from_host=True)
+        grant = Grant(ticket, Version(version), (Source(LONGEST, True, (), ROOT),), "", to_host=to_host)
         fetch = Version(version) if to_host else None
         call = self.worker.call
         number = call.number if call is not None and call.number is not None else 0
@@ -123,13 +124,9 @@ def test_the_longest_orders_fit() -> None:
     grant = Grant(
         Ticket(HIGHEST),
         Version(HIGHEST_VERSION),
-        ROOT,
-        LONGEST,
-        ("\N{GRINNING FACE}" * MAX_WORD,) * MAX_ENDPOINTS,
+        (Source(LONGEST, True, ("\N{GRINNING FACE}" * MAX_WORD,) * MAX_ENDPOINTS, ROOT, True),),
         NAME * 4,
-        from_host=True,
         to_host=True,
-        is_cross_site=True,
     )
     orders = Orders(
         Number(HIGHEST),

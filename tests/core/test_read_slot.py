@@ -4,6 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from tensorhub.protocol.errors import InvariantViolation
+from tensorhub.protocol.messages import Source
 from tensorhub.protocol.names import Digest, Number, Ticket, Version
 from tensorhub.worker.events import StartRead, StopRead, Trust
 from tensorhub.worker.read_slot import ReadSlot
@@ -11,6 +12,7 @@ from tensorhub.worker.read_slot import ReadSlot
 from .kit import grant, worker
 
 ONE = Version(1)
+LAYOUT = Digest("l")
 
 
 def slot(*, ticket: int = 5, trust_until: float = 10.0) -> ReadSlot:
@@ -25,14 +27,14 @@ def test_a_granted_read_starts_when_it_is_wanted_and_trusted() -> None:
     assert found.may_start(is_wanted=True, now=9.9)
     assert not found.may_start(is_wanted=True, now=10.0)
     assert not found.may_start(is_wanted=False, now=0.0)
-    found.start()
+    found.start(LAYOUT)
     assert [type(effect) for effect in found.take_effects()] == [Trust, Trust, StartRead]
     assert not found.may_start(is_wanted=True, now=0.0)
 
 
 def test_a_ticket_that_was_closed_is_never_begun() -> None:
     found = slot(ticket=5)
-    found.start()
+    found.start(LAYOUT)
     found.ended(Ticket(5))
     found.take_grant(grant(5))
     assert found.grant is None
@@ -42,7 +44,7 @@ def test_a_ticket_that_was_closed_is_never_begun() -> None:
 
 def test_a_void_grant_stops_its_read_once() -> None:
     found = slot()
-    found.start()
+    found.start(LAYOUT)
     found.take_effects()
     found.take_grant(None)
     found.stop_unless_granted(is_wanted=True)
@@ -52,7 +54,7 @@ def test_a_void_grant_stops_its_read_once() -> None:
 
 def test_the_end_of_the_lease_stops_the_read() -> None:
     found = slot()
-    found.start()
+    found.start(LAYOUT)
     found.take_effects()
     assert not found.lapse(9.9)
     assert found.lapse(10.0)
@@ -67,7 +69,7 @@ def test_the_end_of_a_read_that_is_not_open_is_our_bug() -> None:
 def test_the_watermark_rises_to_just_below_what_is_open() -> None:
     found = slot(ticket=5)
     assert found.raise_watermark(Number(9)) == 4  # waits to be begun
-    found.start()
+    found.start(LAYOUT)
     found.take_grant(grant(8))
     assert found.raise_watermark(Number(9)) == 4
     found.ended(Ticket(5))
@@ -80,7 +82,7 @@ def test_the_watermark_rises_to_just_below_what_is_open() -> None:
 def test_only_the_read_that_was_told_to_stop_writes_no_more() -> None:
     found = slot(ticket=5)
     assert not found.bar(Ticket(5))  # nothing is read
-    found.start()
+    found.start(LAYOUT)
     assert not found.bar(Ticket(5))  # it was not told to
     found.stop("no longer granted")
     assert not found.bar(Ticket(4))
@@ -90,12 +92,13 @@ def test_only_the_read_that_was_told_to_stop_writes_no_more() -> None:
 
 
 def test_a_ticket_keeps_what_was_granted_with_it_whatever_a_restarted_server_knows_of_it() -> None:
-    found, first = ReadSlot(worker("rollout")), replace(grant(5), endpoints=("x://1",))
+    known = Source(worker("trainer"))
+    found, first = ReadSlot(worker("rollout")), replace(grant(5), sources=(replace(known, endpoints=("x://1",)),))
     found.extend_trust(10.0)
     found.take_grant(first)
-    found.start(is_only_opened=True)
-    found.note_opened(Ticket(5))
-    found.take_grant(replace(first, endpoints=(), root=Digest("")))
+    found.start(LAYOUT, is_only_opened=True)
+    found.note_opened(Ticket(5), Digest(""))
+    found.take_grant(replace(first, sources=(known,)))
     found.take_effects()
     found.go_on()
     assert found.take_effects() == [StartRead(first)]

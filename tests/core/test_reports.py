@@ -6,7 +6,6 @@ import pytest
 from msgspec.structs import replace
 
 from tensorhub.protocol.messages import (
-    Across,
     CallReport,
     Failure,
     Filling,
@@ -14,6 +13,7 @@ from tensorhub.protocol.messages import (
     HostCopy,
     Reading,
     Report,
+    Source,
     TicketFailure,
 )
 from tensorhub.protocol.names import Digest, Number, Ticket, Version, WorkerId
@@ -76,7 +76,7 @@ CHANGES: dict[str, Any] = {
     "call": CallReport(1, "replicate", 1),
     "ended": 1,
     "finished": 1,
-    "reading": Reading(Ticket(1), TRAINER, ONE),
+    "reading": Reading(Ticket(1), (Source(TRAINER),), ONE),
     "newest": ONE,
     "failures": (TicketFailure(Ticket(1), TRAINER, "source-lost", "reset"),),
     "cross_site_bytes": {1: 100},
@@ -92,8 +92,6 @@ CHANGES: dict[str, Any] = {
     "claim": ONE,
     "claimed_in": Number(5),
     "stops": True,
-    "across": Across(ONE),
-    "also_closed": (Ticket(4),),
     "can_box": True,
     "missed": Failure("layout-mismatch", "no shard has it"),
 }
@@ -147,7 +145,7 @@ def reading_town() -> tuple[Town, dict[str, Any]]:
     town.says(READER, call=call)
     grant = town.orders[READER].grant
     assert grant is not None
-    said = {"call": replace(call, resolved=ONE), "reading": Reading(grant.ticket, TRAINER, ONE)}
+    said = {"call": replace(call, resolved=ONE), "reading": Reading(grant.ticket, (Source(TRAINER),), ONE)}
     town.says(READER, buffer=Filling(ONE, 0, 3), **said)
     return town, said
 

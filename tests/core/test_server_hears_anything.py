@@ -23,6 +23,7 @@ from tensorhub.protocol.messages import (
     Reading,
     Report,
     Roster,
+    Source,
     TicketFailure,
     ToServer,
     Withdrawing,
@@ -105,12 +106,13 @@ reports = st.builds(
     | st.builds(
         Reading,
         numbers.map(Ticket),
-        workers,
+        st.lists(st.builds(Source, workers, st.booleans()), min_size=1, max_size=3).map(tuple),
         versions,
-        st.booleans(),
         st.booleans(),
         is_opened=st.booleans(),
         arrived_bytes=st.integers(0, 2**62),
+        is_across=st.booleans(),
+        root=st.just(Digest("")) | roots,
     ),
     claim=st.none() | versions,
     closed=numbers.map(Ticket),
@@ -165,7 +167,7 @@ class Listener:
             if self.report.reading is not None and self.report.reading.ticket == grant.ticket:
                 buffer, closed = Holding(grant.version, grant.root), grant.ticket
             elif isinstance(buffer, Empty | Filling) and grant.ticket > closed:
-                buffer, reading = Filling(grant.version, 1, 4), Reading(grant.ticket, grant.source, grant.version)
+                buffer, reading = Filling(grant.version, 1, 4), Reading(grant.ticket, grant.sources, grant.version)
         elif orders is not None and orders.drained is not None and isinstance(buffer, Withdrawing | Poisoned):
             buffer = Empty()
         elif call is not None and call.verb == "unpublish" and isinstance(buffer, Holding):

@@ -128,7 +128,7 @@ def test_a_grant_says_whether_it_leads_to_another_site() -> None:
     for site, is_cross_site in (("a", False), ("b", True)):
         grant = reads_from(Town(), site).grant
         assert grant is not None
-        assert grant.is_cross_site is is_cross_site
+        assert grant.source.is_cross_site is is_cross_site
 
 
 def test_rules_that_contradict_each_other_do_not_go_round_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +216,7 @@ class Cluster:
         assert self.orders is not None
         assert self.error is None, self.error
         assert self.orders.grant is not None, "it has no read"
-        return self.orders.grant.source
+        return self.orders.grant.source.worker
 
     @property
     def error(self) -> str | None:

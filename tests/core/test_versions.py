@@ -18,6 +18,7 @@ from tensorhub.protocol.messages import (
     Reading,
     Refusal,
     Report,
+    Source,
     Withdrawing,
 )
 from tensorhub.protocol.names import Digest, ModelName, Number, ReplicaName, Shard, Ticket, Version, WorkerId, era_in
@@ -356,5 +357,5 @@ def publish(found: Server, name: str, version: int, root: str) -> None:
 
 def test_a_read_under_a_ticket_that_nobody_gave_out_is_not_adopted() -> None:
     found = server(10, fresh=False)
-    hear(found, "a", reading=Reading(Ticket(HIGHEST), worker("b"), Version(7)))
+    hear(found, "a", reading=Reading(Ticket(HIGHEST), (Source(worker("b")),), Version(7)))
     assert found.state.reads.all() == []

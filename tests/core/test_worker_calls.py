@@ -19,11 +19,11 @@ from tensorhub.protocol.messages import (
 )
 from tensorhub.protocol.names import Digest, Number, Ticket, Version
 from tensorhub.worker import events
-from tensorhub.worker.events import AcrossOpened, Called, OpenAcross, StartAcross
+from tensorhub.worker.events import Called
 from tensorhub.worker.machine import Worker
 from tensorhub.worker.state import Call
 
-from .kit import LAYOUT, Conversation, grant, hello, orders, worker
+from .kit import LAYOUT, Conversation, across, grant, hello, orders, worker
 
 # --- how a worker's call goes on and ends: what ends with it, what goes on, and what is called again ---
 
@@ -94,15 +94,15 @@ def test_nothing_is_withdrawn_before_what_the_call_claims_is_granted() -> None:
 
 def test_what_is_read_across_into_host_memory_becomes_a_copy_though_the_buffer_is_vacated() -> None:
     it = published()
-    parts = tuple(replace(grant(ticket, version=2), to_host=True, parts=2) for ticket in (4, 5))
-    it.tell(events.Received(orders(6, fetch=Version(2), across=parts)))
-    assert it.wants(OpenAcross(Ticket(4), parts))
+    ahead = across(4, version=2, to_host=True)
+    it.tell(events.Received(orders(6, fetch=Version(2), grant=ahead)))
+    assert it.wants(events.OpenRead(ahead))
     it.tell(events.Called("unpublish", "", 60.0))
-    drained = orders(7, fetch=Version(2), across=parts, drained=ONE)
+    drained = orders(7, fetch=Version(2), grant=ahead, drained=ONE)
     it.tell(events.Received(replace(drained, acknowledged=it.worker.reported)), events.ServingStopped(ONE))
     assert it.worker.buffer == Vacated(ONE, ROOT, True)
-    it.tell(AcrossOpened(Ticket(4), ROOT))
-    assert it.wants(StartAcross(Ticket(4), parts))
+    it.tell(events.ReadOpened(Ticket(4), ROOT))
+    assert it.wants(events.StartRead(ahead))
     it.tell(events.ReadAdvanced(Ticket(4), 2, 2), events.ReadEnded(Ticket(4), complete=True))
     assert it.worker.buffer == Vacated(ONE, ROOT, True)
     copy = it.worker.state.copies.whole(Version(2))

@@ -12,15 +12,15 @@ from tensorhub.protocol.messages import (
     LayoutInfo,
     Reading,
     Report,
+    Source,
     Vacated,
     Withdrawing,
 )
-from tensorhub.protocol.names import Digest, Number, Ticket, Version, worker_id
+from tensorhub.protocol.names import Digest, Number, Ticket, Version
 from tensorhub.worker import events
-from tensorhub.worker.read_slot import Parts
 from tensorhub.worker.state import MAX_UNACKNOWLEDGED, TOGETHER_S, ReportBook, news_of
 
-from .kit import LAYOUT, Conversation, grant, orders, report, worker
+from .kit import LAYOUT, Conversation, across, orders, report, worker
 
 # --- when a worker says how things are ---
 
@@ -68,7 +68,7 @@ def test_silence_does_not_fill_the_memory() -> None:
 
 
 def opened(*, is_opened: bool = False) -> Reading:
-    return Reading(Ticket(7), worker_id("policy", "trainer", 0), Version(2), is_opened=is_opened)
+    return Reading(Ticket(7), (Source(worker("trainer")),), Version(2), is_opened=is_opened)
 
 
 def test_what_leads_to_further_news_waits_for_that_and_not_for_long() -> None:
@@ -89,72 +89,72 @@ def test_what_leads_to_further_news_waits_for_that_and_not_for_long() -> None:
     assert book.is_due(report(0, buffer=Filling(Version(2)), call=resolved.call, reading=opened()), now=0.31)
 
 
-# --- the sources of a read across: what is said of them, and what their ends mean ---
+# --- a read across: what its end says, and for which tensors it is ---
 
-FIRST, SECOND = (replace(grant(5 + shard, source=worker("trainer", shard)), parts=2) for shard in (0, 1))
+ONE = Version(1)
 LOST = Failure("source-lost", "connection reset")
 
 
-def begun() -> Parts:
-    found = Parts(granted=(FIRST, SECOND))
-    found.begin()
-    return found
-
-
 def reading_across() -> Conversation:
-    """A worker that reads out of two shards, the first under ticket 5."""
+    """A worker that reads out of two shards under ticket 5."""
     it = Conversation.begun()
     it.tell(events.Called("replicate", "latest", deadline=60.0))
-    it.tell(events.Received(orders(2, across=(FIRST, SECOND), answer=it.resolved(1))))
-    assert it.wants(events.OpenAcross(Ticket(5), (FIRST, SECOND)))
-    it.tell(events.AcrossOpened(Ticket(5), Digest("here")))
+    it.tell(events.Received(orders(2, grant=across(5), answer=it.resolved(1))))
+    assert it.wants(events.OpenRead(across(5)))
+    it.tell(events.ReadOpened(Ticket(5), Digest("here")))
     return it
 
 
-def failed_sources(it: Conversation) -> list[Ticket]:
-    """As its latest report says."""
+def last_report(it: Conversation) -> Report:
     last = [effect.message for effect in it.wanted if isinstance(effect, events.Send)][-1]
     assert isinstance(last, Report)
-    return [each.ticket for each in last.failures]
+    return last
 
 
-def test_a_part_that_was_stopped_and_then_fails_is_no_fault_of_its_source() -> None:
+def test_what_it_will_be_here_is_said_at_once() -> None:
+    reading = last_report(reading_across()).reading
+    assert reading is not None
+    assert (reading.is_across, reading.root) == (True, Digest("here"))
+    assert [source.worker for source in reading.sources] == [worker("trainer", 0), worker("trainer", 1)]
+
+
+def test_the_source_that_failed_is_named_and_the_next_ticket_fills_the_same_buffer() -> None:
     it = reading_across()
-    third = replace(grant(7, source=worker("other", 1)), parts=2)
-    it.tell(events.Received(orders(3, across=(FIRST, third), answer=it.resolved(1))))
-    assert it.wants(events.StopPart(Ticket(5), Ticket(6)))
-    it.tell(events.PartEnded(Ticket(5), Ticket(6), failure=LOST))
-    assert failed_sources(it) == []
-    it.tell(events.PartEnded(Ticket(5), Ticket(5), failure=LOST))
-    assert failed_sources(it) == [Ticket(5)]
+    assert it.wants(events.StartRead(across(5)))
+    it.tell(events.ReadAdvanced(Ticket(5), 1, 4))
+    it.tell(events.ReadEnded(Ticket(5), failure=LOST, source=worker("trainer", 1)))
+    assert [each.source for each in last_report(it).failures] == [worker("trainer", 1)]
+    it.tell(events.Received(orders(3, grant=across(6, replica="other"), answer=it.resolved(1))))
+    assert it.wants(events.OpenRead(across(6, replica="other")))
+    it.tell(events.ReadOpened(Ticket(6), Digest("here")))
+    assert it.wants(events.StartRead(across(6, replica="other")))
+    assert it.worker.buffer == Filling(ONE, 1, 4)
 
 
-@pytest.mark.parametrize("part", [6, 9])
-def test_the_end_of_a_part_that_is_over_or_unknown_changes_nothing(part: int) -> None:
+def test_a_read_that_was_stopped_and_then_fails_is_no_fault_of_its_source() -> None:
     it = reading_across()
-    it.tell(events.PartEnded(Ticket(5), Ticket(6), failure=LOST))
-    before = failed_sources(it)
-    it.tell(events.PartEnded(Ticket(5), Ticket(part), failure=LOST))
-    assert failed_sources(it) == before == [Ticket(6)]
+    it.tell(events.Received(orders(3, grant=across(6, replica="other"), answer=it.resolved(1))))
+    assert it.wants(events.StopRead(Ticket(5)))
+    it.tell(events.ReadEnded(Ticket(5), failure=LOST, source=worker("trainer", 1)))
+    assert last_report(it).failures == ()
 
 
 @pytest.mark.parametrize("is_open", [False, True])
 def test_what_is_opened_for_a_host_copy_of_other_tensors_is_stopped(is_open: bool) -> None:
     """What it brings was worked out for the tensors that were registered then."""
     it = Conversation.begun(max_copies=1)
-    ahead = tuple(replace(part, to_host=True) for part in (FIRST, SECOND))
-    it.tell(events.Received(orders(2, fetch=FIRST.version, across=ahead)))
-    assert it.wants(events.OpenAcross(Ticket(5), ahead))
+    ahead, again = across(5, to_host=True), across(9, to_host=True)
+    it.tell(events.Received(orders(2, fetch=ONE, grant=ahead)))
+    assert it.wants(events.OpenRead(ahead))
     if is_open:
-        it.tell(events.AcrossOpened(Ticket(5), Digest("here")))
-        assert any(isinstance(effect, events.StartAcross) for effect in it.wanted)
+        it.tell(events.ReadOpened(Ticket(5), Digest("here")))
+        assert it.wants(events.StartRead(ahead))
     it.tell(events.Registered(LayoutInfo(LAYOUT), Digest("of other tensors"), 16, 1))
     assert it.wants(events.StopRead(Ticket(5)))
-    it.tell(events.AcrossOpened(Ticket(5), Digest("here")))  # it was on its way
+    it.tell(events.ReadOpened(Ticket(5), Digest("here")))  # it was on its way
     copies = it.worker.state.copies.by_version
     assert all(copy.layout == Digest("l") for copy in copies.values())
     assert bool(copies) is is_open
     it.tell(events.ReadEnded(Ticket(5)))
-    again = tuple(replace(part, ticket=Ticket(part.ticket + 4)) for part in ahead)
-    it.tell(events.Received(orders(3, fetch=FIRST.version, across=again)))
-    assert it.wants(events.OpenAcross(Ticket(9), again)) is not is_open  # that copy has to leave first
+    it.tell(events.Received(orders(3, fetch=ONE, grant=again)))
+    assert it.wants(events.OpenRead(again)) is not is_open  # that copy has to leave first

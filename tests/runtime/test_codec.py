@@ -15,7 +15,6 @@ from tensorhub.protocol.messages import (
     MAX_REPORT_BYTES,
     MAX_TEXT,
     PROTOCOL,
-    Across,
     Answer,
     CallReport,
     Empty,
@@ -28,12 +27,12 @@ from tensorhub.protocol.messages import (
     LayoutInfo,
     LayoutWanted,
     Orders,
-    Part,
     Poisoned,
     Reading,
     Refusal,
     Report,
     Roster,
+    Source,
     TicketFailure,
     Withdrawing,
 )
@@ -137,7 +136,7 @@ def with_text(value, path, text):
 
 ME = worker_id("m", "r", 0)
 FAILURE = Failure("corrupt-transfer", "why", "what to do")
-GRANT = Grant(Ticket(3), Version(1), Digest("ab"), ME, ("tcp://h:1",), "the nearest")
+GRANT = Grant(Ticket(3), Version(1), (Source(ME, False, ("tcp://h:1",), Digest("ab")),), "the nearest")
 WORDY = [  # each kind of message with a text in each place that has one
     replace(hello(token="t"), endpoints=("tcp://h:1",), site="s", host="h", place="p"),
     Report(
@@ -145,7 +144,13 @@ WORDY = [  # each kind of message with a text in each place that has one
         buffer=Holding(Version(3), Digest("ab")),
         layout=Digest("l"),
         call=CallReport(5, "update", "latest", root=Digest("r"), metadata=Digest("m"), grid=Digest("g")),
-        reading=Reading(Ticket(1), ME, Version(1), transport="tcp", path="4 streams", why="not on one host"),
+        reading=Reading(
+            *(Ticket(1), (Source(ME),), Version(1)),
+            root=Digest("r"),
+            transport="tcp",
+            path="4 streams",
+            why="not on one host",
+        ),
         failures=(TicketFailure(Ticket(1), ME, "source-lost", "it fell silent"),),
         received_bytes={"trainer": 7},
         copies=(HostCopy(1, Version(1), Digest("r"), layout=Digest("l")),),
@@ -155,7 +160,6 @@ WORDY = [  # each kind of message with a text in each place that has one
         receipts={1: "x"},
         ceiling_receipt="c",
         roster=Roster(Number(1), 1, "d", "r"),
-        across=Across(Version(1), root=Digest("r"), parts=(Part(Ticket(1), ME),)),
         missed=FAILURE,
     ),
     Orders(
@@ -167,7 +171,6 @@ WORDY = [  # each kind of message with a text in each place that has one
         ceiling_receipt="c",
         conflict=Digest("ab"),
         roster=Roster(Number(1), 1, "d", "r"),
-        across=(GRANT,),
     ),
     Refusal("shard-taken", "another one lives", "give it another name"),
     LayoutWanted(Digest("l")),
@@ -246,8 +249,9 @@ NONSENSE = {
     "a negative claim": Report(1, call=CallReport(1, "unpublish", "", claim=-3)),
     "a huge claim": Report(1, claim=2**63),
     "a negative position": Report(1, call=CallReport(-1, "update", "latest")),
-    "a read of a negative shard": Report(1, reading=Reading(5, worker_id("m", "t", -1), 1)),
-    "a read of negative bytes": Report(1, reading=Reading(5, worker_id("m", "t", 0), 1, arrived_bytes=-1)),
+    "a read of a negative shard": Report(1, reading=Reading(5, (Source(worker_id("m", "t", -1)),), 1)),
+    "a read of negative bytes": Report(1, reading=Reading(5, (Source(ME),), 1, arrived_bytes=-1)),
+    "a read from nowhere": Report(1, reading=Reading(5, (), 1)),
     "bytes of a huge version": Report(1, cross_site_bytes={2**63 - 1: 1}),
     "a huge ceiling": Report(1, ceiling=2**63 - 1),
     "a long story": Report(1, failures=(TicketFailure(1, worker_id("m", "t", 0), "x", "y" * (MAX_TEXT + 1)),)),
@@ -313,7 +317,7 @@ class Liar:
             layout=self.digest(),
             size_bytes=self.number(),
             call=self.call() if maybe() < 0.7 else None,
-            reading=Reading(self.number(), self.worker(), self.number()) if maybe() < 0.5 else None,
+            reading=Reading(self.number(), (Source(self.worker()),), self.number()) if maybe() < 0.5 else None,
             closed=self.number(),
             newest=self.dice.choice([None, None, self.number()]),
             failures=tuple(

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from tensorhub.memory.digests import build_manifest
 from tensorhub.memory.registration import register
 from tensorhub.protocol.errors import HostMemoryFull, SessionLost, SourceLost, TransportMissing
-from tensorhub.protocol.messages import Grant, Report
+from tensorhub.protocol.messages import Grant, Report, Source
 from tensorhub.protocol.names import Digest, Ticket, Version, worker_id
 from tensorhub.runtime import content, dataplane
 from tensorhub.runtime.connection import decode_to_server, encode
@@ -116,7 +116,7 @@ class Story:
 
     def grant(self, ticket, *, root=None, endpoints=("fake://there",)):
         root = self.manifest.root() if root is None else root
-        return Grant(Ticket(ticket), Version(3), root, SOURCE, endpoints, "why not")
+        return Grant(Ticket(ticket), Version(3), (Source(SOURCE, False, endpoints, root),), "why not")
 
     def start(self, ticket, **options):
         self.data.start_read(self.grant(ticket, **options))
@@ -618,8 +618,8 @@ ELSEWHERE = format_endpoint(replace_fields(here(), boot="0123-4567"), "some-sock
 
 def test_which_ways_there_are_to_a_source_and_why_there_is_none():
     def ways(*endpoints):
-        grant = Grant(Ticket(1), Version(1), Digest("r"), SOURCE, endpoints, "as the test wants")
-        return [way.endpoint for way in Routes(ME, {"tcp": FakeTransport()}).to(grant)]
+        source = Source(SOURCE, False, endpoints, Digest("r"))
+        return [way.endpoint for way in Routes(ME, {"tcp": FakeTransport()}).to(source, Version(1))]
 
     assert ways(ELSEWHERE, "tcp://10.0.0.7:4000") == ["tcp://10.0.0.7:4000"]
     with pytest.raises(SourceLost, match=r"m/t\[0\] cannot be reached from here: .*127\.0\.0\.1.*TENSORHUB_HOST"):

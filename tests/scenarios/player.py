@@ -10,9 +10,8 @@ from msgspec import structs
 
 from tensorhub.protocol.manifest import Layout
 from tensorhub.protocol.messages import Failure, Grant, Hello, LayoutInfo, Orders, Refusal
-from tensorhub.protocol.names import Digest, Version
+from tensorhub.protocol.names import TILED, Digest, Version
 from tensorhub.worker.events import (
-    AddPart,
     Called,
     Cancelled,
     ClaimDropped,
@@ -30,7 +29,6 @@ from tensorhub.worker.events import (
     Event,
     Left,
     NotShared,
-    OpenAcross,
     OpenRead,
     ReadAdvanced,
     ReadBarred,
@@ -41,10 +39,8 @@ from tensorhub.worker.events import (
     Registered,
     Send,
     ServingStopped,
-    StartAcross,
     StartRead,
     StartServing,
-    StopPart,
     StopRead,
     StopServing,
     Tick,
@@ -53,7 +49,6 @@ from tensorhub.worker.events import (
 )
 from tensorhub.worker.machine import Worker
 
-from .crossing import Crossing, root_of, values_of
 from .words import name_of
 
 if TYPE_CHECKING:
@@ -61,6 +56,16 @@ if TYPE_CHECKING:
 
 CHUNKS = 4
 NOTHING_SAID = Digest("")
+
+
+def root_of(content: str, cut: str, shard: int) -> Digest:
+    """The content of one shard that is cut so."""
+    return Digest(f"{TILED}{content}/{cut}/{shard}")
+
+
+def values_of(root: Digest, chunks: int) -> list[str]:
+    """Its chunks."""
+    return [f"{root[len(TILED) :]}.{chunk}" for chunk in range(chunks)]
 
 
 class Player:
@@ -72,7 +77,7 @@ class Player:
         self.me = hello.worker
         self.name = name_of(hello.worker)
         self.cut = cut  # what its boxes say; empty: it has none
-        self.crossing: Crossing | None = None  # the open read across
+        self.root = Digest("")  # of what the open read brings
         self.is_misfit = False  # its boxes want what no source has
         self.line = 0  # how many connections it has made
         self.ended = -1  # the last of them that the server has closed
@@ -118,32 +123,6 @@ class Player:
         for event in events:
             self.tell(event)
 
-    def _cross(self, effect: OpenAcross | StartAcross | AddPart | StopPart) -> Sequence[Event]:
-        """What belongs to a read across."""
-        if isinstance(effect, OpenAcross):
-            self.is_asked_to_stop, self.is_touched = False, False
-            self.crossing = Crossing(self, effect, CHUNKS)
-            events = self.crossing.open()
-            if any(isinstance(event, ReadEnded) for event in events):
-                self.crossing = None
-            elif self.crossing.root is not None:
-                self.opened = effect.grants[0].version
-            return events
-        assert self.crossing is not None, f"{self.name} reads nothing across"
-        if isinstance(effect, AddPart):
-            return self.crossing.add(effect)
-        if isinstance(effect, StopPart):
-            return self.crossing.stop(effect)
-        self.crossing.start(effect)
-        version = effect.grants[0].version if effect.grants else self.crossing.one.version
-        if self.crossing.one.to_host:
-            self.copies.setdefault(version, [])
-            return []
-        if self.filling != version:
-            self.filling, self.done = version, 0
-        self.serving = version
-        return []
-
     def _carry_out(self, effect: Effect) -> Sequence[Event]:
         from .stage import Letter
 
@@ -155,7 +134,9 @@ class Player:
                 return self._open(grant)
             case StartRead(grant=grant):
                 self.grant, self.is_asked_to_stop, self.is_touched = grant, False, False
-                if not grant.endpoints:
+                if not grant.is_across:
+                    self.root = grant.root
+                if not all(source.endpoints for source in grant.sources):
                     return self._no_way(grant)
                 if grant.to_host:
                     if not grant.shares:
@@ -164,15 +145,13 @@ class Player:
                 if self.filling != grant.version:
                     self.filling, self.done = grant.version, 0
                 self.serving = grant.version
-            case OpenAcross() | StartAcross() | AddPart() | StopPart():
-                return self._cross(effect)
             case Trust(until=until):
                 self.trust_until = until
             case StopRead(ticket=ticket):
                 self.is_asked_to_stop = True
                 barred = ReadBarred(ticket, self.is_touched)
                 if not self.is_stuck:
-                    self.grant = self.crossing = None
+                    self.grant = None
                     return [barred, ReadEnded(ticket)]
                 return [barred]
             case StartServing(version=version):
@@ -197,14 +176,26 @@ class Player:
         return []
 
     def _open(self, grant: Grant) -> Sequence[Event]:
-        """A source that is there answers at once; of one that is not, `read` and `fail` tell."""
-        if not grant.endpoints:
+        """Sources that are there answer at once; of one that is not, `read` and `fail` tell."""
+        if not all(source.endpoints for source in grant.sources):
             return self._no_way(grant)
-        source = self.stage.players.get(name_of(grant.source))
-        if source is None or source.source_of(grant) is None:
-            return []
+        for source in grant.sources:
+            player = self.stage.players.get(name_of(source.worker))
+            if player is None or player.served(grant.version, from_host=source.from_host) is None:
+                return []
+        self.root = Digest("")
+        if grant.is_across:
+            contents = {source.root[len(TILED) :].split("/")[0] for source in grant.sources}
+            if len(contents) > 1 or self.is_misfit:
+                found = Failure("version-conflict", f"'head' is {' here and '.join(sorted(contents))} there")
+                if self.is_misfit:
+                    found = Failure("layout-mismatch", "'head' has no box that covers [2:4]")
+                self.grant = None
+                return [ReadEnded(grant.ticket, failure=found)]
+            self.root = root_of(contents.pop(), self.cut, self.me.shard)
+            self.stage.contents[self.root] = values_of(self.root, CHUNKS)
         self.opened = grant.version
-        return [ReadOpened(grant.ticket)]
+        return [ReadOpened(grant.ticket, self.root)]
 
     def _no_way(self, grant: Grant) -> Sequence[Event]:
         """It is told of no endpoint at which the source could be read."""
@@ -301,34 +292,39 @@ class Player:
 
     # --- the data plane -----------------------------------------------------------------------------------------------
 
-    def source_of(self, grant: Grant) -> list[str] | None:
-        """What others may read here now under that grant; None: it is not served."""
-        if grant.from_host:
-            return self.copies.get(grant.version)
-        if self.serving != grant.version:
-            return [] if self.opened == grant.version else None
-        return self.memory[: self.done] if self.filling == grant.version else self.memory
+    def served(self, version: Version, *, from_host: bool = False) -> list[str] | None:
+        """What others may read here now of that version; None: it is not served."""
+        if from_host:
+            return self.copies.get(version)
+        if self.serving != version:
+            return [] if self.opened == version else None
+        return self.memory[: self.done] if self.filling == version else self.memory
 
     def read_chunk(self, *, corrupt: bool = False) -> bool:
-        """The next chunk lands, or the read fails. False: there is nothing to be had now."""
-        if self.crossing is not None:
-            return self.crossing.read_chunk(corrupt=corrupt)
+        """The next chunk lands, or the read fails. False: there is nothing to be had now.
+
+        Across layouts chunk n comes out of source n, counted round.
+        """
         grant = self.grant
         assert grant is not None, f"{self.name} has no read open"
-        source = self.stage.players.get(name_of(grant.source))
+        copy = self.copies[grant.version] if grant.to_host and not grant.shares else None
+        done = len(copy) if copy is not None else self.done
+        where = grant.sources[done % len(grant.sources)]
+        name, from_host = name_of(where.worker), where.from_host
+        source = self.stage.players.get(name)
         if source is None:
-            return self.read_fails("source-lost", f"{name_of(grant.source)} is gone")
-        served = source.source_of(grant)
+            return self.read_fails("source-lost", f"{name} is gone", name)
+        served = source.served(grant.version, from_host=from_host)
         if served is None:
-            return self.read_fails("source-lost", f"{source.name} does not serve version {grant.version}")
+            return self.read_fails("source-lost", f"{name} does not serve version {grant.version}", name)
         if grant.shares:
             return self._map(grant, ["??", *served[1:]] if corrupt else served)
-        copy = self.copies[grant.version] if grant.to_host else None
-        done = len(copy) if copy is not None else self.done
         if len(served) <= done:
             self.stage.say(f"{self.name} waits for {source.name}, which has no more than it")
             return False
         value = "??" if corrupt else served[done]
+        if grant.is_across and value != "??":
+            value = self.stage.contents[self.root][done] if served == self.stage.contents[where.root] else "??"
         if copy is None:
             if not self.is_touched:
                 self.is_touched = True
@@ -336,15 +332,15 @@ class Player:
             self.memory[done] = value
         if self.stage.now >= self.trust_until:
             return self.read_fails("session-lost", "the lease ended during the read")
-        if value != self.stage.contents[grant.root][done]:
-            return self.read_fails("corrupt-transfer", f"chunk {done} is {value}, which is not as published")
+        if value != self.stage.contents[self.root][done]:
+            return self.read_fails("corrupt-transfer", f"chunk {done} is {value}, which is not as published", name)
         done += 1
-        where = " in host memory" if copy is not None else f": {self.content}"
+        said = " in host memory" if copy is not None else f": {self.content}"
         if copy is not None:
             copy.append(value)
         else:
             self.done = done
-        self.stage.say(f"{self.name} has {done} of {CHUNKS} chunks of version {grant.version}{where}")
+        self.stage.say(f"{self.name} has {done} of {CHUNKS} chunks of version {grant.version}{said}")
         self.tell(ReadAdvanced(grant.ticket, done, CHUNKS))
         if done == CHUNKS:
             self.grant = None
@@ -358,7 +354,7 @@ class Player:
         if served != self.stage.contents[grant.root]:
             return self.read_fails("corrupt-transfer", "what was mapped is not as published")
         self.grant, self.copies[grant.version] = None, served  # one memory for both
-        self.stage.say(f"{self.name} has mapped version {grant.version} of {name_of(grant.source)}")
+        self.stage.say(f"{self.name} has mapped version {grant.version} of {name_of(grant.source.worker)}")
         self.tell(ReadEnded(grant.ticket, complete=True))
         return False
 
@@ -368,23 +364,22 @@ class Player:
         assert self.grant.shares, f"{self.name} is to share nothing"
         self.grant = structs.replace(self.grant, shares=False)
         self.copies.setdefault(self.grant.version, [])
-        self.stage.say(f"{self.name} cannot map what {name_of(self.grant.source)} has, and reads it")
+        self.stage.say(f"{self.name} cannot map what {name_of(self.grant.source.worker)} has, and reads it")
         self.tell(NotShared(self.grant.ticket))
 
-    def read_fails(self, code: str, message: str) -> bool:
+    def read_fails(self, code: str, message: str, source: str = "") -> bool:
+        """`source`: the one that is to blame, of several."""
         grant, self.grant = self.grant, None
         assert grant is not None, f"{self.name} has no read open"
         self.stage.say(f"{self.name} fails {self.stage.words.ticket(grant.ticket)}: {code}: {message}")
-        self.tell(ReadEnded(grant.ticket, failure=Failure(code, message)))
+        worker = next((each.worker for each in grant.sources if name_of(each.worker) == source), None)
+        self.tell(ReadEnded(grant.ticket, failure=Failure(code, message), source=worker))
         return False
 
     def unstick(self) -> None:
         """The read that was asked to stop has stopped."""
         self.is_stuck = False
-        if self.is_asked_to_stop and self.crossing is not None:
-            crossing, self.crossing = self.crossing, None
-            self.tell(ReadEnded(crossing.ticket))
-        elif self.is_asked_to_stop and self.grant is not None:
+        if self.is_asked_to_stop and self.grant is not None:
             grant, self.grant = self.grant, None
             self.tell(ReadEnded(grant.ticket))
 

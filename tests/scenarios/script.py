@@ -19,7 +19,6 @@ from tensorhub.worker.events import ReadMeasured
 from .player import CHUNKS, Player
 from .stage import Letter, Stage
 from .states import content_of, state_of
-from .words import name_of
 
 WIDTH = 112
 INDENT = "    "
@@ -263,11 +262,8 @@ def _corrupt(stage: Stage, words: list[str]) -> None:
 
 def _fail(stage: Stage, words: list[str]) -> None:
     player = _player(stage, words[0])
-    if player.crossing is None:
-        player.read_fails(words[1], " ".join(words[2:]) or "connection reset")
-        return
-    sources = {name_of(grant.source): part for part, grant in player.crossing.parts.items()}
-    player.crossing.fail(sources[words[1]], words[2], " ".join(words[3:]) or "connection reset")
+    source = words.pop(1) if "/" in words[1] else ""
+    player.read_fails(words[1], " ".join(words[2:]) or "connection reset", source)
 
 
 def _misfit(stage: Stage, words: list[str]) -> None:

@@ -88,8 +88,8 @@ class Fleet:
         stage = self.stage
         reads: list[tuple[Player, Player]] = []
         for player in stage.players.values():
-            source = stage.players[name_of(player.grant.source)] if player.grant is not None else None
-            served = source.source_of(player.grant) if source is not None else None
+            source = stage.players[name_of(player.grant.source.worker)] if player.grant is not None else None
+            served = source.served(player.grant.version) if source is not None else None
             if source is not None and served is not None and len(served) > player.done:
                 reads.append((player, source))
         far = Counter(source.hello.site for player, source in reads if source.hello.site != player.hello.site)
@@ -107,7 +107,11 @@ class Fleet:
             rate = 1 / far[source.hello.site] / FAR if is_cross_site else rates[player.name]
             ticket = player.grant.ticket
             credit = self.credit.get(ticket, 0.0) + rate * self.step_s / self.chunk_s
-            while credit > 1 - 1e-9 and player.grant is not None and len(source.source_of(player.grant)) > player.done:
+            while (
+                credit > 1 - 1e-9
+                and player.grant is not None
+                and len(source.served(player.grant.version)) > player.done
+            ):
                 credit -= 1.0
                 self.left[source.hello.site] += is_cross_site
                 self.arrived[ticket] += 1

@@ -38,7 +38,7 @@ def test_the_title_says_the_promise_in_a_sentence(file: Path) -> None:
 
 
 def test_a_version_in_more_shards_than_are_read_at_once_is_an_error_that_says_so(monkeypatch) -> None:
-    monkeypatch.setattr(layouts, "MAX_PARTS", 1)
+    monkeypatch.setattr(layouts, "MAX_READ_SOURCES", 1)
     begin = "server\nworker trainer of 2 cut fsdp\nworker a cut tp\ncall trainer publish 7\n"
     said = " ".join(run_script(f"{begin}call a replicate latest\n").split())
     assert "a/0 RAISES layout-mismatch: version 7 of policy has 2 shards, and policy/a[0] has another layout" in said
@@ -46,7 +46,7 @@ def test_a_version_in_more_shards_than_are_read_at_once_is_an_error_that_says_so
 
 
 def test_nobody_waits_for_heirs_who_would_have_to_read_more_shards_than_are_read_at_once(monkeypatch) -> None:
-    monkeypatch.setattr(layouts, "MAX_PARTS", 1)
+    monkeypatch.setattr(layouts, "MAX_READ_SOURCES", 1)
     begin = "settings retain 1\nserver\nworker trainer of 2 cut fsdp copies 1\nworker a cut tp copies 1\n"
     said = run_script(f"{begin}quietly call trainer publish 7\nclose trainer within 60s\n")
     assert "trainer/1 leaves" in said

@@ -18,6 +18,7 @@ from tensorhub.protocol.messages import (
     Poisoned,
     Refusal,
     Report,
+    Source,
     ToServer,
     ToWorker,
     Vacated,
@@ -25,7 +26,6 @@ from tensorhub.protocol.messages import (
 )
 from tensorhub.protocol.names import WorkerId
 from tensorhub.worker.events import (
-    AddPart,
     CopyIn,
     CopyOut,
     Delayed,
@@ -33,12 +33,9 @@ from tensorhub.worker.events import (
     Effect,
     Finished,
     Left,
-    OpenAcross,
     OpenRead,
-    StartAcross,
     StartRead,
     StartServing,
-    StopPart,
     StopRead,
     StopServing,
     Warn,
@@ -49,6 +46,11 @@ def name_of(worker: WorkerId) -> str:
     """`trainer/0`; the model goes without saying, unless it is another one than policy."""
     short = f"{worker.replica}/{worker.shard}"
     return short if worker.model == "policy" else f"{worker.model}:{short}"
+
+
+def names_of(sources: tuple[Source, ...]) -> str:
+    """`trainer/0`; of a read across all of them."""
+    return " and ".join(name_of(source.worker) for source in sources)
 
 
 class Words:
@@ -103,9 +105,8 @@ class Words:
             resolved = f" = {call.resolved}" if call.resolved is not None and call.verb != "unpublish" else ""
             parts.append(f"call {call.number}: {call_text(call.verb, call.spec)}{waiting}{claim}{resolved}")
         if report.reading is not None:
-            parts.append(f"reads {self.ticket(report.reading.ticket)} from {name_of(report.reading.source)}")
-        if report.across is not None:
-            parts.append(self.across(report))
+            root = f" [{report.reading.root}]" if report.reading.root else ""
+            parts.append(f"reads {self.ticket(report.reading.ticket)}{root} from {names_of(report.reading.sources)}")
         parts += [f"{self.ticket(failure.ticket)} failed: {failure.code}" for failure in report.failures]
         parts += [copy_text(copy) for copy in report.copies]
         if report.claim is not None:
@@ -119,14 +120,6 @@ class Words:
         if self.shows_rosters and report.roster is not None:
             parts.append(f"shows a roster of {report.roster.count}")
         return ", ".join(parts)
-
-    def across(self, report: Report) -> str:
-        """What it reads across."""
-        assert report.across is not None
-        found = [f"{self.ticket(part.ticket)} from {name_of(part.source)}" for part in report.across.parts]
-        found += [f"{self.ticket(ticket)} has brought all" for ticket in report.across.brought]
-        what = f" [{report.across.root}]" if report.across.root else ""
-        return f"reads across{what}: {', '.join(found) or 'nothing now'}"
 
     def _standing(self, who: str, report: Report) -> list[tuple[str, str]]:
         """What stands for long, and is shown when it changes."""
@@ -164,9 +157,6 @@ class Words:
         if orders.grant is not None:
             self._granted_to[orders.grant.ticket] = who
             parts.append(self.grant(orders.grant))
-        for grant in orders.across:
-            self._granted_to[grant.ticket] = who
-            parts.append(self.grant(grant))
         if orders.drained is not None:
             parts.append(f"drained {orders.drained}")
         if orders.offload is not None:
@@ -180,12 +170,9 @@ class Words:
         return ", ".join(parts)
 
     def grant(self, grant: Grant) -> str:
-        where = f"{self.ticket(grant.ticket)}: version {grant.version} from {name_of(grant.source)}"
+        where = f"{self.ticket(grant.ticket)}: version {grant.version} from {names_of(grant.sources)}"
         into = " into host memory" if grant.to_host else ""
         return f"grant {where}{into} ({grant.reason})"
-
-    def parts(self, grants: tuple[Grant, ...]) -> str:
-        return ", ".join(f"{name_of(grant.source)} ({self.ticket(grant.ticket)})" for grant in grants) or "nobody"
 
     # --- what the worker does -----------------------------------------------------------------------------------------
 
@@ -193,22 +180,13 @@ class Words:
         """What the worker wants done; None for what is shown elsewhere or not at all."""
         match effect:
             case OpenRead(grant=grant):
-                return f"{who} opens version {grant.version} at {name_of(grant.source)}, {self.ticket(grant.ticket)}"
+                return f"{who} opens version {grant.version} at {names_of(grant.sources)}, {self.ticket(grant.ticket)}"
             case StartRead(grant=grant):
-                where = f"version {grant.version} from {name_of(grant.source)}"
+                where = f"version {grant.version} from {names_of(grant.sources)}"
                 where += " into host memory" if grant.to_host else ""
                 if grant.shares:
-                    where = f"version {grant.version} from {name_of(grant.source)}, to share its host copy"
+                    where = f"version {grant.version} from {names_of(grant.sources)}, to share its host copy"
                 return f"{who} starts to read {where}, {self.ticket(grant.ticket)}"
-            case OpenAcross(grants=grants):
-                return f"{who} opens version {grants[0].version} across, at {self.parts(grants)}"
-            case StartAcross(grants=grants):
-                into = " into host memory" if grants and grants[0].to_host else ""
-                return f"{who} starts to read across{into}, from {self.parts(grants)}"
-            case AddPart(grant=grant):
-                return f"{who} reads across from {self.parts((grant,))} too"
-            case StopPart(part=part):
-                return f"{who} stops part {self.ticket(part)}"
             case StopRead(ticket=ticket):
                 return f"{who} stops {self.ticket(ticket)}"
             case StartServing(version=version):

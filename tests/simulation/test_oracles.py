@@ -7,7 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from tensorhub.protocol.messages import PROTOCOL, Answer, Failure, Grant, Hello, Holding, HostCopy, Orders, Report
+from tensorhub.protocol.messages import (
+    PROTOCOL,
+    Answer,
+    Failure,
+    Grant,
+    Hello,
+    Holding,
+    HostCopy,
+    Orders,
+    Report,
+    Source,
+)
 from tensorhub.protocol.names import Number, Ticket, Version, WorkerId, worker_id
 from tensorhub.worker.events import Called, Finished
 from tests.sim import oracles, truth
@@ -35,11 +46,7 @@ class Reading:
     into = (7,)
 
     def __init__(self, source: WorkerId) -> None:
-        self.grant = Grant(self.ticket, ONE, ROOT, source, ("trainer",), "")
-        self.tickets = {self.ticket: source}
-
-    def read_now(self) -> "list[Reading]":
-        return [self]
+        self.grant = Grant(self.ticket, ONE, (Source(source, False, ("trainer",), ROOT),), "")
 
 
 def answers(version: Version) -> Orders:

@@ -263,9 +263,7 @@ def _count_failure(state: State, reader: Member, failure: TicketFailure, reads: 
 def _may_adopt(state: State, worker: WorkerId, report: Report) -> bool:
     """A server before this one may have granted what the worker reads."""
     reading = report.reading
-    if reading is None or not reading.sources:
-        return False
-    if any(read.ticket == reading.ticket for read in state.reads.of(worker)):
+    if reading is None or any(read.ticket == reading.ticket for read in state.reads.of(worker)):
         return False  # it is known
     return reading.ticket > report.closed and state.numbers.is_ours(reading.ticket)
 
