@@ -39,8 +39,8 @@ MUTANTS = (
     ),
     Mutant(
         "a call for a lost version ends though its source may come back",
-        "    is_reading = read is not None and not across.is_short(state, member) and not selection.is_cut_off(state, read)\n",
-        "    is_reading = read is not None and not across.is_short(state, member) and not selection.is_held_up(state, read)\n",
+        "    is_reading = read is not None and not selection.is_cut_off(state, read)\n",
+        "    is_reading = read is not None and not selection.is_held_up(state, read)\n",
     ),
     Mutant(
         "a read across that was opened for earlier tensors fills a host copy",
@@ -191,9 +191,9 @@ MUTANTS = (
     ),
     Mutant(
         "two reads write at once",
-        "        return is_complete and is_wanted and self.reading is None and now < self.trust_until\n",
+        "        return self.grant is not None and is_wanted and self.reading is None and now < self.trust_until\n",
         "        is_free = self.reading is None or self.is_stopping\n"
-        "        return is_complete and is_wanted and is_free and now < self.trust_until\n",
+        "        return self.grant is not None and is_wanted and is_free and now < self.trust_until\n",
     ),
     Mutant(
         "a failed fill is filled again while it is read",
@@ -740,8 +740,8 @@ MUTANTS = (
     ),
     Mutant(
         "a read without progress keeps a call for a lost version",
-        "    is_reading = read is not None and not across.is_short(state, member) and not selection.is_cut_off(state, read)\n",
-        "    is_reading = read is not None and not across.is_short(state, member)\n",
+        "    is_reading = read is not None and not selection.is_cut_off(state, read)\n",
+        "    is_reading = read is not None\n",
     ),
     Mutant(
         "a silent worker is never looked at",
@@ -784,11 +784,11 @@ MUTANTS = (
         "    choice = choose_source(found, now=state.now)\n"
         "    if choice is not None:\n"
         "        source, reason = choice\n"
-        "        state.give(\n            member",
+        '        state.give(member, record, [source.place], f"{reason}; shared"',
         "    choice = None\n"
         "    if choice is not None:\n"
         "        source, reason = choice\n"
-        "        state.give(\n            member",
+        '        state.give(member, record, [source.place], f"{reason}; shared"',
     ),
     Mutant(
         "workers share host copies of other hosts",
@@ -836,9 +836,9 @@ MUTANTS = (
         "    if True:\n",
     ),
     Mutant(
-        "parts of another read across go on as parts of this one",
-        "            if not is_wanted or not self.parts.are_of(self.reading):",
-        "            if not is_wanted or not self.parts.granted:",
+        "a read across goes on with a source that serves no more",
+        "        if not facts.serves(state, each.worker, read.version, each.from_host):\n",
+        "        if False:\n",
     ),
     Mutant(
         "a replica without all tiles counts as whole",
@@ -851,9 +851,9 @@ MUTANTS = (
         "    return key.is_boxed\n",
     ),
     Mutant(
-        "a part of a read across ends only after older ones",
-        "        also_closed=tuple(worker.slot.parts.over),\n",
-        "        also_closed=(),\n",
+        "the source that failed a read across is not named",
+        "        source = source or reading.sources[0].worker\n",
+        "        source = reading.sources[0].worker\n",
     ),
     Mutant(
         "an update that is made again goes back",
@@ -889,8 +889,8 @@ MUTANTS = (
         "def has_company",
     ),
     Mutant(
-        "a part of a read across stays at a source that leaves",
-        '        return f"; {name} leaves it"\n',
+        "a read across stays at a source that leaves",
+        '        return leaving, f"; {leaving[0].worker.replica} leaves it"\n',
         "        return None\n",
     ),
     Mutant(

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
 from typing import TypeVar
@@ -12,14 +12,14 @@ import numpy as np
 
 from memory.cutting import Model, Shard, draw_layout, draw_model
 from tensorhub.memory.registration import register
-from tensorhub.protocol.messages import Grant
+from tensorhub.protocol.messages import Grant, Source
 from tensorhub.protocol.names import Digest, Ticket, Version, worker_id
 from tensorhub.reshard.grid import Cutting, Grid
 from tensorhub.reshard.read import tiled_version
 from tensorhub.reshard.wire import decode_table
 from tensorhub.runtime.dataplane import DataPlane
 from tensorhub.transport.tcp.transport import TcpTransport
-from tensorhub.worker.events import AcrossOpened, AddPart, OpenAcross, PartEnded, ReadEnded, StartAcross
+from tensorhub.worker.events import ReadEnded, ReadOpened
 
 T = TypeVar("T")
 
@@ -85,20 +85,21 @@ class Node:
         self.root = tiled.root()
         return found
 
-    def grant(self, ticket: int, source: "Node", **options: object) -> Grant:
-        root = options.pop("root", None) or source.root
-        return Grant(Ticket(ticket), V, Digest(root), source.me, source.endpoints, "as the test wants", **options)
+    def grant(self, ticket: int, source: "Node", *, root: str = "", **options: object) -> Grant:
+        return Grant(Ticket(ticket), V, (self.source(source, root),), "as the test wants", **options)
 
-    def open(self, tickets: dict[int, "Node"], **options: object) -> None:
-        self.parts = len({source.me.shard for source in tickets.values()})  # as the server says: of the cut
-        grants = tuple(self.grant(ticket, source, parts=self.parts, **options) for ticket, source in tickets.items())
-        self.data.tiles.carry_out(OpenAcross(Ticket(min(tickets)), grants))
+    @staticmethod
+    def source(node: "Node", root: str = "") -> Source:
+        return Source(node.me, False, node.endpoints, Digest(root or node.root))
 
-    def start(self, ticket: int) -> None:
-        self.data.tiles.carry_out(StartAcross(Ticket(ticket), ()))
+    def open(self, nodes: Sequence["Node"], ticket: int = 1, *, root: str = "", **options: object) -> None:
+        sources = tuple(self.source(node, root) for node in nodes)
+        self.granted = Grant(Ticket(ticket), V, sources, "as the test wants", is_across=True, **options)
+        self.data.open_read(self.granted)
 
-    def add(self, ticket: int, part: int, source: "Node") -> None:
-        self.data.tiles.carry_out(AddPart(Ticket(ticket), self.grant(part, source, parts=self.parts)))
+    def start(self) -> None:
+        """What was opened last."""
+        self.data.start_read(self.granted)
 
     def of(self, kind: type) -> list:
         return [event for event in self.told if isinstance(event, kind)]
@@ -109,9 +110,6 @@ class Node:
                 assert kind is ReadEnded or not self.of(ReadEnded), self.told
                 await asyncio.sleep(0.002)
         return self.of(kind)
-
-    async def part_over(self, part: int) -> PartEnded:
-        return await self.seen(lambda: next((each for each in self.of(PartEnded) if each.part == part), None))
 
     async def seen(self, look: Callable[[], T | None]) -> T:
         """What it gives, once it gives anything."""
@@ -124,12 +122,13 @@ class Node:
         (found,) = await self.until(ReadEnded)
         return found
 
-    async def fill(self, tickets: dict[int, "Node"], **options: object) -> None:
+    async def fill(self, nodes: Sequence["Node"], ticket: int = 1, **options: object) -> None:
         """All of it, across."""
-        self.open(tickets, **options)
-        (opened,) = await self.until(AcrossOpened)
+        self.told.clear()
+        self.open(nodes, ticket, **options)
+        (opened,) = await self.until(ReadOpened)
         self.root = opened.root
-        self.start(min(tickets))
+        self.start()
         ended = await self.ended()
         assert ended.complete, ended
 
@@ -203,9 +202,6 @@ class Fleet:
     def publish(self) -> None:
         for node in self.publishers:
             node.publish(self.grid)
-
-    def tickets(self, first: int = 1) -> dict[int, Node]:
-        return {first + number: node for number, node in enumerate(self.publishers)}
 
     def close(self) -> None:
         for node in self.nodes:

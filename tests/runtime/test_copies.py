@@ -141,7 +141,7 @@ def test_what_is_in_no_box_stays_as_it_is_when_a_host_copy_is_copied_in(seed: in
         fleet.publish()
         for reader in fleet.readers:
             outside = reader.shard.outside()
-            await reader.fill(fleet.tickets(), to_host=True)
+            await reader.fill(fleet.publishers, to_host=True)
             reader.data.copy_in(V)
             copied = await reader.seen(lambda reader=reader: reader.of(CopiedIn))
             assert copied == [CopiedIn(V, None)]

@@ -114,9 +114,9 @@ class Story:
         self.manifest = build_manifest(register({"w": self.source}), CHUNK)
         self.data.trust(float("inf"))
 
-    def grant(self, ticket, *, root=None, endpoints=("fake://there",)):
+    def grant(self, ticket, *, root=None, endpoints=("fake://there",), source=SOURCE, from_host=False):
         root = self.manifest.root() if root is None else root
-        return Grant(Ticket(ticket), Version(3), (Source(SOURCE, False, endpoints, root),), "why not")
+        return Grant(Ticket(ticket), Version(3), (Source(source, from_host, endpoints, root),), "why not")
 
     def start(self, ticket, **options):
         self.data.start_read(self.grant(ticket, **options))
@@ -152,7 +152,7 @@ def shared_memory(data):
 
 def start_to_share(s, ticket=10):
     s.data.register(s.data.registration)
-    s.data.start_read(replace(s.grant(ticket), from_host=True, to_host=True, shares=True))
+    s.data.start_read(replace(s.grant(ticket, from_host=True), to_host=True, shares=True))
     read = s.transport.reads[-1]
     assert read.sink.shares
     return read
@@ -294,7 +294,7 @@ def test_after_many_sources_what_was_received_still_fits_a_report():
     async def story(s):
         for ticket in range(1, 41):
             source = worker_id("m", f"policy-rollout-of-pool-7-{ticket:05d}-{'x' * 24}", 0)
-            s.data.start_read(replace(s.grant(ticket), source=source))
+            s.data.start_read(s.grant(ticket, source=source))
             s.transport.reads[-1].received_bytes = 2**30
             s.transport.reads[-1].on_end(SourceLost("gone"))
             await asyncio.sleep(0)  # the loop's next turn

@@ -16,15 +16,13 @@ from tensorhub.transport.local.transport import LocalTransport
 from tensorhub.transport.native import load
 from tensorhub.transport.tcp.transport import TcpTransport
 from tensorhub.worker.events import (
-    AcrossOpened,
     CopiedIn,
-    PartEnded,
-    PartMeasured,
     ReadAdvanced,
     ReadEnded,
+    ReadMeasured,
+    ReadOpened,
     ReadTouched,
     ServingStopped,
-    StopPart,
 )
 
 from .fleet import Fleet, V, told
@@ -42,7 +40,7 @@ def test_every_element_is_where_plain_indexing_says(seed, transport):
         fleet.publish()
         for reader in fleet.readers:
             outside = reader.shard.outside()
-            await reader.fill(fleet.tickets())
+            await reader.fill(fleet.publishers)
             assert reader.shard.wrong(fleet.model) == []
             assert all((a == b).all() for a, b in zip(outside, reader.shard.outside(), strict=True))
             last = reader.of(ReadAdvanced)[-1]
@@ -51,17 +49,16 @@ def test_every_element_is_where_plain_indexing_says(seed, transport):
     told(story, lambda: Fleet(seed, publishers=1 + seed % 3, readers=1 + seed % 2, make=transport))
 
 
-def test_nothing_is_written_before_it_is_started_and_each_part_says_that_it_has_brought_all():
+def test_nothing_is_written_before_it_is_started():
     async def story(fleet):
         fleet.publish()
         reader = await opened(fleet)
         assert not reader.of(ReadTouched)
         assert not reader.shard.arrays["w"].any()
-        reader.start(1)
+        reader.start()
         ended = await reader.ended()
         assert ended == ReadEnded(Ticket(1), complete=True)
         assert reader.of(ReadTouched) == [ReadTouched(Ticket(1))]
-        assert all(each.brought and each.failure is None for each in reader.of(PartEnded))
         assert reader.told[-1] is ended
         assert reader.shard.wrong(fleet.model) == []
         assert sum(reader.data.received.by_replica.values()) == 4 * MIB
@@ -74,10 +71,10 @@ def test_a_second_reader_of_that_layout_reads_behind_the_first_and_takes_nothing
     async def story(fleet):
         valves = [node.publish(fleet.grid, valve=2) for node in fleet.publishers]
         first, second = fleet.readers
-        first.open(fleet.tickets())
-        (opened,) = await first.until(AcrossOpened)
+        first.open(fleet.publishers)
+        (opened,) = await first.until(ReadOpened)
         first.root = opened.root
-        first.start(1)
+        first.start()
         await first.until(ReadTouched)
         second.data.start_read(second.grant(9, first, root=opened.root))
         await second.until(ReadTouched)  # while the first one is still being filled
@@ -96,15 +93,15 @@ def test_a_second_reader_of_that_layout_reads_behind_the_first_and_takes_nothing
 async def opened(fleet):
     """The only reader, once it knows what it is going to read."""
     (reader,) = fleet.readers
-    reader.open(fleet.tickets())
-    await reader.until(AcrossOpened)
+    reader.open(fleet.publishers)
+    await reader.until(ReadOpened)
     return reader
 
 
 async def started(fleet):
     """The same, and told to go on."""
     reader = await opened(fleet)
-    reader.start(1)
+    reader.start()
     return reader
 
 
@@ -119,33 +116,34 @@ async def half_read(fleet):
     return reader, valve
 
 
-@pytest.mark.parametrize("how", ["dies", "withdraws", "is stopped"])
-def test_a_part_that_ends_in_mid_read_is_replaced_and_the_rest_goes_on(how):
-    """What it has brought is not brought again: at most what was on its way."""
+@pytest.mark.parametrize("how", ["dies", "withdraws", "is to be left"])
+def test_a_source_that_is_lost_in_mid_read_ends_it_and_the_next_read_brings_the_rest(how):
+    """What is in place is not brought again."""
 
     async def story(fleet):
         reader, valve = await half_read(fleet)
-        closing = None
+        closing, lost = None, fleet.publishers[1]
         if how == "dies":
-            closing = asyncio.ensure_future(asyncio.to_thread(fleet.publishers[1].transport.close))
+            closing = asyncio.ensure_future(asyncio.to_thread(lost.transport.close))
         elif how == "withdraws":
-            fleet.publishers[1].data.stop_serving(V)
+            lost.data.stop_serving(V)
         else:
-            reader.data.tiles.carry_out(StopPart(Ticket(1), Ticket(2)))
-        over = await reader.part_over(2)
+            assert reader.data.stop_read(Ticket(1)) is True
+        ended = await reader.ended()
         valve.open()
-        assert not over.brought
-        assert (over.failure is None) == (how == "is stopped")
-        assert not reader.of(ReadEnded)
-        reader.add(1, 7, fleet.others[1])
-        assert (await reader.ended()).complete
+        assert not ended.complete
+        assert (ended.failure is None) == (how == "is to be left")
+        assert ended.source == (None if how == "is to be left" else lost.me)
+        fill, before = reader.data.content.fill, sum(reader.data.received.by_replica.values())
+        left = fill.missing
+        assert left > 0
+        await reader.fill([fleet.publishers[0], fleet.others[1]], 7)
         assert reader.shard.wrong(fleet.model) == []
-        again = sum(reader.data.received.by_replica.values()) - 4 * MIB
-        assert 0 <= again <= 2 * MIB  # a batch of each of its streams
+        assert sum(reader.data.received.by_replica.values()) - before == 4 * MIB * left // len(fill.tiles)
         if closing is not None:
             await closing
         if how == "withdraws":
-            await fleet.publishers[1].seen(lambda: fleet.publishers[1].of(ServingStopped))
+            await lost.seen(lambda: lost.of(ServingStopped))
 
     told(story, Fleet.of_rows)
 
@@ -158,12 +156,11 @@ def test_a_source_that_lies_about_a_tile_is_never_believed():
         liar = fleet.publishers[1]
         liar.shard.arrays["w"][1000, 1500] ^= 1  # after it was published
         reader = await started(fleet)
-        over = await reader.part_over(2)
-        assert over.failure.code == "corrupt-transfer"
+        over = await reader.ended()
+        assert (over.failure.code, over.source) == ("corrupt-transfer", liar.me)
         assert "'layers/0.w'" in over.failure.message
         assert all(told.done < told.chunks for told in reader.of(ReadAdvanced))
-        reader.add(1, 7, fleet.others[1])
-        assert (await reader.ended()).complete
+        await reader.fill([fleet.publishers[0], fleet.others[1]], 7)
         assert reader.shard.wrong(fleet.model) == []
 
     told(story, Fleet.of_rows)
@@ -174,13 +171,24 @@ def test_a_source_that_shows_something_else_is_refused_before_a_byte_moves():
         fleet.publish()
         (reader,) = fleet.readers
         wrong = fleet.publishers[1]
-        reader.open({1: fleet.publishers[0], 2: wrong}, root=fleet.publishers[0].root)
-        (over,) = await reader.until(PartEnded)
-        assert (over.part, over.failure.code) == (2, "corrupt-transfer")
-        assert not reader.of(AcrossOpened)
-        reader.add(1, 7, wrong)
-        await reader.until(AcrossOpened)
+        reader.open(fleet.publishers, root=fleet.publishers[0].root)
+        over = await reader.ended()
+        assert (over.source, over.failure.code) == (wrong.me, "corrupt-transfer")
+        assert not reader.of(ReadOpened)
         assert not reader.shard.arrays["w"].any()
+
+    told(story, Fleet.of_rows)
+
+
+def test_the_next_source_of_the_same_layout_is_not_worked_out_anew(monkeypatch):
+    async def story(fleet):
+        reader, valve = await half_read(fleet)
+        reader.data.stop_read(Ticket(1))
+        valve.open()
+        await reader.ended()
+        monkeypatch.setattr(tile_reads, "version_from", None)
+        await reader.fill(fleet.others, 7)
+        assert reader.shard.wrong(fleet.model) == []
 
     told(story, Fleet.of_rows)
 
@@ -198,7 +206,7 @@ def test_nobody_waits_for_a_plan(monkeypatch):
         fleet.publish()
         reader = await opened(fleet)
         monkeypatch.setattr(read, "plan_reads", slowly)
-        reader.start(1)
+        reader.start()
         await reader.seen(planning.is_set)
         timer = threading.Timer(5, goes_on.set)  # so that a loop that does wait is found out, and not waited for
         timer.start()
@@ -217,7 +225,7 @@ def test_stopping_before_the_first_byte_writes_nothing_and_says_so():
         fleet.publish()
         reader = await opened(fleet)
         assert reader.data.stop_read(Ticket(1)) is False
-        reader.start(1)
+        reader.start()
         assert await reader.ended() == ReadEnded(Ticket(1), complete=False)
         assert not reader.shard.arrays["w"].any()
         assert not reader.of(ReadTouched)
@@ -238,9 +246,9 @@ def test_no_progress_is_told_of_what_was_stopped_before_it_was_started(to_host, 
         if not is_known:  # it can be served, and the read has not been told yet
             real = reader.data.tiles.export
             monkeypatch.setattr(reader.data.tiles, "export", lambda *of, **_: real(*of[:2], exporting.set))
-        reader.open(fleet.tickets(), to_host=to_host)
+        reader.open(fleet.publishers, to_host=to_host)
         if is_known:
-            await reader.until(AcrossOpened)
+            await reader.until(ReadOpened)
         else:
             async with asyncio.timeout(20):
                 await exporting.wait()
@@ -258,8 +266,8 @@ def test_a_host_copy_that_was_stopped_before_it_was_started_is_in_nobodys_way():
     async def story(fleet):
         fleet.publish()
         (reader,) = fleet.readers
-        reader.open(fleet.tickets(), to_host=True)
-        await reader.until(AcrossOpened)
+        reader.open(fleet.publishers, to_host=True)
+        await reader.until(ReadOpened)
         reader.data.stop_read(Ticket(1))
         assert not (await reader.ended()).complete
         for node in fleet.publishers:
@@ -267,8 +275,7 @@ def test_a_host_copy_that_was_stopped_before_it_was_started_is_in_nobodys_way():
             await node.until(ServingStopped)
             node.shard.arrays["w"][:] = 7
             node.publish(fleet.grid)
-        reader.told.clear()
-        await reader.fill(fleet.tickets(11), to_host=True)
+        await reader.fill(fleet.publishers, 11, to_host=True)
         reader.data.copies.copy_in(V, reader.registration, lambda known: None)
         await reader.seen(lambda: reader.of(CopiedIn))
         assert (reader.shard.arrays["w"] == 7).all()
@@ -286,8 +293,7 @@ def test_stopping_in_mid_read_says_that_it_was_touched_and_what_is_there_is_not_
             valve.open()
         assert not (await reader.ended()).complete
         before = sum(reader.data.received.by_replica.values())
-        reader.told.clear()
-        await reader.fill(fleet.tickets(11))
+        await reader.fill(fleet.publishers, 11)
         assert reader.shard.wrong(fleet.model) == []
         assert sum(reader.data.received.by_replica.values()) - before < 4 * MIB
 
@@ -303,17 +309,16 @@ def test_the_end_of_the_lease_ends_the_read_and_blames_nobody():
         for valve in valves:
             valve.open()
         assert await reader.ended() == ReadEnded(Ticket(1), complete=False)
-        assert not any(each.failure for each in reader.of(PartEnded))
 
     told(story, Fleet.of_rows)
 
 
-def test_how_much_came_from_each_part_is_told(monkeypatch):
+def test_how_much_came_from_all_sources_is_told(monkeypatch):
     async def story(fleet):
         valves = [node.publish(fleet.grid, valve=2) for node in fleet.publishers]
         reader = await started(fleet)
-        measured = await reader.until(PartMeasured, 2)
-        assert {each.part for each in measured} <= {1, 2}
+        measured = await reader.until(ReadMeasured, 2)
+        assert {each.transport for each in measured} == {"tcp"}
         for valve in valves:
             valve.open()
         assert (await reader.ended()).complete
@@ -335,7 +340,7 @@ def reader_of(fleet, *boxes, dtype=np.uint8, shape=(8, 8)):
 
 
 async def refused(fleet, reader, sources=None) -> Failure:
-    reader.open(sources or fleet.tickets())
+    reader.open(sources or fleet.publishers)
     ended = await reader.ended()
     assert not ended.complete
     assert not reader.of(ReadTouched)
@@ -348,7 +353,7 @@ def test_a_shard_without_a_byte_is_filled_as_any_other():
     async def story(fleet):
         fleet.publish()
         reader = reader_of(fleet)
-        await reader.fill(fleet.tickets())
+        await reader.fill(fleet.publishers)
         assert reader.of(ReadTouched) == [ReadTouched(Ticket(1))]
         assert reader.data.content.root == reader.root
 
@@ -381,17 +386,16 @@ def test_a_layout_that_came_after_the_version_is_filled_and_others_are_sent_else
         fleet.publish()
         box = ("layers/0.w", (4096, 2048), (1, 0), (4001, 2048))
         late, later = reader_of(fleet, box), reader_of(fleet, box)
-        await late.fill(fleet.tickets())
+        await late.fill(fleet.publishers)
         assert late.shard.wrong(fleet.model) == []
         ended = await later.follow(9, late)
-        assert ended.failure.code == "source-lost"
+        assert (ended.failure.code, ended.source) == ("transfer", late.me)
         assert "can show only parts of some tiles" in ended.failure.message
         assert not later.of(ReadTouched)
-        later.told.clear()
-        await later.fill(fleet.tickets(11))
+        await later.fill(fleet.publishers, 11)
         assert later.shard.wrong(fleet.model) == []
         assert later.root == late.root
-        await fleet.readers[0].fill(fleet.tickets(21))  # with what both have alike
+        await fleet.readers[0].fill(fleet.publishers, 21)  # with what both have alike
         known = late.data.content.manifest
         assert known.changed(late.registration) == []
         late.shard.arrays["local0"][2000, 500] ^= 1
@@ -406,7 +410,7 @@ def test_a_part_that_two_sources_have_with_other_content():
         liar = fleet.others[0]
         liar.shard.arrays["w"][7, 1100] ^= 1
         liar.publish(fleet.grid)
-        found = await refused(fleet, fleet.readers[0], {**fleet.tickets(), 3: liar})
+        found = await refused(fleet, fleet.readers[0], [*fleet.publishers, liar])
         assert found.code == "version-conflict"
         assert "'layers/0.w'[" in found.message
         assert "has other content at m/other[0] than at m/t[0]" in found.message
@@ -421,14 +425,14 @@ def test_a_host_copy_for_which_there_is_no_room_any_more_ends_the_read_and_blame
     async def story(fleet):
         fleet.publish()
         (reader,) = fleet.readers
-        reader.open(fleet.tickets(), to_host=True)
-        (opened,) = await reader.until(AcrossOpened)
+        reader.open(fleet.publishers, to_host=True)
+        (opened,) = await reader.until(ReadOpened)
         copy = reader.data.copies.content(V, opened.root).registration.stream
         copy._footing._look = lambda: Room(0, "a test's limit")
-        reader.start(1)
+        reader.start()
         ended = await reader.ended()
         assert ended.failure.code == "host-memory-full"
-        assert not any(each.failure for each in reader.of(PartEnded))
+        assert ended.source is None
 
     told(story, Fleet.of_rows)
 
