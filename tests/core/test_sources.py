@@ -15,7 +15,7 @@ from tensorhub.protocol.messages import (
 from tensorhub.protocol.names import Digest, Ticket, Version, WorkerId
 from tensorhub.protocol.settings import Settings
 from tensorhub.server import Server, reads
-from tensorhub.server.members import Capacity, Member, Pace, is_too_slow
+from tensorhub.server.members import Member
 from tensorhub.server.selection import Candidate, choose_source
 from tensorhub.server.state import State
 
@@ -288,75 +288,3 @@ def test_nobody_tries_again_what_no_other_source_would_help() -> None:
     cluster = Cluster(*RELAYS, PUBLISHER)
     cluster.fail(code="transport-missing")
     assert cluster.error == "transport-missing"
-
-
-# --- whether anything comes by a read, and how fast ---
-
-MIB = 1 << 20
-CHUNK = 4 * MIB
-
-
-def told(pace: Pace, *, at: int, arrived: float, done: int | None = None, chunk: int = CHUNK) -> Pace:
-    chunks = int(arrived) // chunk if done is None and chunk else done or 0
-    pace.note(float(at), arrived_bytes=int(arrived), done=chunks, chunk_bytes=chunk, over_s=3.0)
-    return pace
-
-
-def after(seconds: int, rate: float, chunk: int = CHUNK) -> Pace:
-    """A read that was told of once a second."""
-    pace = Pace()
-    for at in range(seconds + 1):
-        told(pace, at=at, arrived=at * rate, chunk=chunk)
-    return pace
-
-
-def test_nothing_is_known_of_a_read_that_was_told_of_once() -> None:
-    pace = told(Pace(), at=100, arrived=0)
-    assert pace.rate is None
-    assert not pace.is_still(1000.0, 2.0), "its reader has said nothing since"
-
-
-def test_a_read_by_which_nothing_comes_stands_still() -> None:
-    assert after(2, 0.0).is_still(2.0, 2.0)
-    assert not after(1, 0.0).is_still(1.0, 2.0)
-
-
-def test_a_slow_link_with_large_chunks_does_not() -> None:
-    pace = after(3, 1.0 * MIB)
-    assert pace.done == 0
-    assert not pace.is_still(3.0, 2.0)
-    assert pace.rate == 1.0 * MIB
-
-
-def test_a_byte_now_and_then_is_nothing() -> None:
-    pace = Pace()
-    for at in range(20):
-        told(pace, at=at, arrived=at // 4, done=0)
-    assert pace.is_still(19.0, 2.0)
-
-
-def test_waiting_for_a_source_that_waits_itself_is_no_standing_still() -> None:
-    pace = after(2, 0.0)
-    pace.wait(2.0)
-    assert not told(pace, at=3, arrived=0).is_still(3.0, 2.0)
-    assert told(pace, at=4, arrived=0).is_still(4.0, 2.0)
-
-
-def test_less_than_a_third_is_too_slow() -> None:
-    pace = after(3, 1.0 * MIB)
-    assert not is_too_slow(pace, 3.0 * MIB, 3.0)
-    assert is_too_slow(pace, 3.1 * MIB, 3.0)
-    assert not is_too_slow(after(2, 0.0), 1e12, 3.0), "it is not known yet"
-
-
-def test_what_a_source_can_bring_is_remembered_for_a_while() -> None:
-    capacity = Capacity()
-    capacity.note(0.0, 100.0, 12.0)
-    capacity.note(12.0, 10.0, 12.0)
-    assert capacity.best == 100.0
-    capacity.note(12.1, 10.0, 12.0)
-    assert capacity.best == 10.0
-    capacity.note(13.0, 50.0, 12.0)
-    assert capacity.best == 50.0
-    capacity.forget(13.0)
-    assert capacity.best == 0.0

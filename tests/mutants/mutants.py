@@ -24,8 +24,8 @@ MUTANTS = (
     ),
     Mutant(
         "a reader without progress does not read from a source that wants to leave",
-        "    if candidate.is_withdrawing and not (candidate.is_full and selection.brings_nothing(state, read)):\n",
-        "    if candidate.is_withdrawing:\n",
+        "        and (not candidate.is_withdrawing or (is_lost and candidate.is_full))\n",
+        "        and not candidate.is_withdrawing\n",
     ),
     Mutant(
         "after a restart, readers of relays that are not heard yet cross sites again",
@@ -39,8 +39,8 @@ MUTANTS = (
     ),
     Mutant(
         "a call for a lost version ends though its source may come back",
-        "    is_reading = read is not None and not selection.is_cut_off(state, read)\n",
-        "    is_reading = read is not None and not selection.is_held_up(state, read)\n",
+        "    if read is not None and not slow.is_cut_off(state, read):\n        return None\n",
+        "    if read is not None and not slow.is_still(state, read):\n        return None\n",
     ),
     Mutant(
         "a read across that was opened for earlier tensors fills a host copy",
@@ -609,43 +609,63 @@ MUTANTS = (
     ),
     Mutant(
         "a reader stays with a source that sends nothing",
-        "    if pace.is_still(state.now, selection.patience_s(state)):\n        return f",
-        "    if False:\n        return f",
+        "    if is_still(state, read):\n        return Slow(f",
+        "    if False:\n        return Slow(f",
     ),
     Mutant(
         "a reader stays with a source that is far too slow",
-        "    if not is_too_slow(pace, others, times):\n        return None\n",
+        "    if usual is None or pace.rate * TIMES >= usual:\n        return None\n",
         "    return None\n",
     ),
     Mutant(
         "a reader that waits for its source's source is moved",
-        "        if its_own is not None and has_no_more and not is_hopeless:\n            read.pace.wait(now)\n",
-        "",
-    ),
-    Mutant(
-        "a move that does not help is not undone",
-        "            if read.pace.rate < read.must_beat:\n",
-        "            if read.pace.rate < 0:\n",
+        "        read.pace.wait(state.now)\n",
+        "        pass\n",
     ),
     Mutant(
         "readers go back and forth",
-        "state.now + 2 * window_s * 2.0 ** min(reader.moves, 16))\n",
-        "reader.may_move_at)\n",
+        "    return state.now >= read.began_at + stays_s\n",
+        "    return True\n",
     ),
     Mutant(
         "a lone reader stays with a source that is slower than usual",
-        "        if lately > others:\n",
-        "        if lately < 0:\n",
+        "        record.note_rate(tier_of(state, read), reader.worker, reader.report.size_bytes / took_s, MAX_READERS)\n",
+        "        pass\n",
     ),
     Mutant(
-        "readers that share a source count as slow",
-        "    return lately * (read.pace.rate or 0.0) / total if total else lately\n",
-        "    return lately\n",
+        "a reader stays behind a source that gets nothing itself",
+        "    slow = _by_itself(state, record, feed) if feed.is_stuck else None\n",
+        "    slow = None\n",
     ),
     Mutant(
-        "a source that stood still is asked again for the next version",
-        "            source.slow_until = state.now + state.settings.leave_s  # there will",
-        "            pass  # there will",
+        "a slow relay shares its source with the reader that left it",
+        "    if reader is None or reader.avoided.until <= state.now:\n        return None\n",
+        "    return None\n",
+    ),
+    Mutant(
+        "a source is avoided for its reader's fault",
+        "        left.avoided = Avoided()  # its reader is at fault\n",
+        "        pass\n",
+    ),
+    Mutant(
+        "readers of a slow source crowd at another slow source",
+        "        return sum(one.left is None or not is_still(state, one) for one in slow) < 2\n",
+        "        return True\n",
+    ),
+    Mutant(
+        "what readers get behind a slow relay counts as usual",
+        "    if not _waits(state, read) and (feed is None or _by_itself(state, record, feed) is None):\n",
+        "    if not _waits(state, read):\n",
+    ),
+    Mutant(
+        "a slow reader goes behind another slow one",
+        "        if is_tried or above.is_stuck or _by_itself(state, record, above) is not None:\n            return False\n",
+        "",
+    ),
+    Mutant(
+        "a source is avoided for good",
+        "    if source.avoided.times and why_slow(state, record, read) is None:\n        source.avoided = Avoided()\n",
+        "",
     ),
     Mutant(
         "a slow link with large chunks counts as standing still",
@@ -735,13 +755,13 @@ MUTANTS = (
     ),
     Mutant(
         "readers stay at a host copy that is not filled further",
-        "        is_stuck = is_paused and selection.is_held_up(state, current)\n",
+        "        is_stuck = is_paused and slow.is_still(state, current)\n",
         "        is_stuck = False\n",
     ),
     Mutant(
         "a read without progress keeps a call for a lost version",
-        "    is_reading = read is not None and not selection.is_cut_off(state, read)\n",
-        "    is_reading = read is not None\n",
+        "    if read is not None and not slow.is_cut_off(state, read):\n        return None\n",
+        "    if read is not None:\n        return None\n",
     ),
     Mutant(
         "a silent worker is never looked at",
@@ -771,13 +791,13 @@ MUTANTS = (
     ),
     Mutant(
         "each worker of a host fetches its own copy",
-        "        state.members.wake(member, until)\n    return until is not None\n",
-        "        state.members.wake(member, until)\n    return False\n",
+        "            return True\n    return False\n\n\n# --- What a member waits for",
+        "            return False\n    return False\n\n\n# --- What a member waits for",
     ),
     Mutant(
         "workers wait for a fetch of one that fell silent",
-        "        state.members.wake(member, until)\n    return until is not None\n",
-        "        pass\n    return until is not None\n",
+        "            state.members.wake(member, min(is_silent_at, state.now + slow.window_s(state)))\n",
+        "            pass\n",
     ),
     Mutant(
         "a shared host copy is read by each worker",

@@ -98,14 +98,12 @@ def _player(stage: Stage, name: str) -> Player:
 
 
 def _settings(stage: Stage, words: list[str]) -> None:
-    names = ("lease", "report", "failures", "retain", "rebalance", "stalled", "slow", "established", "rosters")
+    names = ("lease", "report", "failures", "retain", "slow", "established", "rosters")
     _, options = _options(words, (*names, "versions"))
     lease_s = _seconds(options.get("lease", "10s"))
     report_s = _seconds(options.get("report", "1s"))
     failures, retain = int(options.get("failures", "8")), int(options.get("retain", "0"))
-    rebalance_s = _seconds(options.get("rebalance", "1000s"))
-    times = {"lease_s": lease_s, "report_s": report_s, "rebalance_s": rebalance_s}
-    times |= {f"{name}_s": _seconds(options.get(name, "1000s")) for name in ("stalled", "slow")}
+    times = {"lease_s": lease_s, "report_s": report_s, "slow_s": _seconds(options.get("slow", "1000s"))}
     keep = options.get("established", "no") == "kept"
     stage.words.shows_rosters = options.get("rosters", "") == "shown"
     stage.settings = Settings(

@@ -42,9 +42,7 @@ class Stage:
     """All that a script can move. Each method is one thing that happens; what follows from it is in `lines`."""
 
     settings: Settings = field(
-        default_factory=lambda: Settings(
-            default_retain=0, rebalance_s=1000.0, stalled_s=1000.0, slow_s=1000.0, keep_established=False
-        )
+        default_factory=lambda: Settings(default_retain=0, slow_s=1000.0, keep_established=False)
     )
     now: float = 0.0
     lines: list[str] = field(default_factory=list)

@@ -71,7 +71,6 @@ def _settings(shape: Random) -> Settings:
         report_s=lease_s / 5,
         avoid_s=shape.choice((0.3, 1.0)),
         keep_held_s=lease_s / 5,
-        rebalance_s=0.4 * lease_s,
         max_failures=shape.choice((1, 3, 8, 8)),
         max_versions=shape.choice((3, 256, 256, 256)),
     )

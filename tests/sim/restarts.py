@@ -24,7 +24,7 @@ def with_restarts(plan: Plan, chance: Random) -> Plan:
     found = [each for newcomer in newcomers for each in _death(plan, chance, replicas, newcomer)]
     found += [each for _ in range(chance.randint(1, MAX_DEATHS - 2)) for each in _death(plan, chance, replicas, None)]
     most = max(plan.settings.max_workers, sum(plan.conditions.shards_in(each.cut) for each in replicas))
-    settings = replace(plan.settings, lease_s=LEASE_S, report_s=LEASE_S / 5, rebalance_s=0.4 * LEASE_S)
+    settings = replace(plan.settings, lease_s=LEASE_S, report_s=LEASE_S / 5)
     plan = plan.with_conditions(
         calm_s=LEASE_S * 6 + 8,
         chunk_s=chance.uniform(0.1, 1.0) * LEASE_S / plan.conditions.chunks,  # many a read outlives a server

@@ -28,7 +28,7 @@ def with_rivals(plan: Plan, chance: Random) -> Plan:
     plan = plan.with_conditions(shards=shards, storm_s=max(12.0, plan.conditions.storm_s), calm_s=LEASE_S * 6 + 8)
     replicas = (*rivals, *others)
     most = max(plan.settings.max_workers, sum(plan.conditions.shards_in(each.cut) for each in replicas))
-    settings = replace(plan.settings, lease_s=LEASE_S, report_s=LEASE_S / 5, rebalance_s=0.4 * LEASE_S)
+    settings = replace(plan.settings, lease_s=LEASE_S, report_s=LEASE_S / 5)
     plan = replace(plan, settings=replace(settings, max_workers=most), replicas=replicas)
     deaths = [bad for _ in range(chance.randint(1, MAX_DEATHS)) for bad in _death(plan, chance)]
     return replace(plan, misfortunes=tuple(sorted(deaths)))

@@ -30,7 +30,7 @@ Fault = Fate | Misfortune
 
 def base(*, one_sided: bool, copies: int) -> Plan:
     """The history without a fault."""
-    settings = Settings(lease_s=LEASE_S, report_s=LEASE_S / 5, keep_held_s=LEASE_S / 5, rebalance_s=0.4 * LEASE_S)
+    settings = Settings(lease_s=LEASE_S, report_s=LEASE_S / 5, keep_held_s=LEASE_S / 5)
     conditions = Conditions(chunks=2, storm_s=STORM_S, calm_s=16.0, is_one_sided=one_sided, host_copies=copies)
     publish, update = Step("publish", rest_s=0.2), Step(rest_s=0.1)
     leaving = replace(update, closer=0, close_s=1.0)

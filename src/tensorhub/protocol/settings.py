@@ -17,11 +17,8 @@ class Settings:
     drift: float = 0.1  # clocks that run up to 10 % apart are safe
     avoid_s: float = 2.0  # a source that failed a reader is that reader's last choice for 2 reports
     keep_held_s: float = 2.0  # a source silent for so long has missed 2 reports; no rollout stands still for longer
-    rebalance_s: float = 5.0  # a better source is looked for so often: a move costs a chunk, which it must earn back
-    stalled_s: float = 2.0  # nothing came for so long: 4 measurements; a GC or 3 lost packets in a row take less
-    slow_s: float = 3.0  # a rate counts over so long: 6 measurements, 3 reports; a burst or gap of 1 s is a third of it
-    slow_times: float = 3.0  # a source is left at less than a third: to share its link with one more reader is a half
-    leave_s: float = 30.0  # a source that was left is the reader's last choice: 10 times what it took to find out
+    slow_s: float = 3.0  # a read is judged over so long: 6 measurements, 3 reports; a gap of 1 s is a third of it
+    leave_s: float = 30.0  # a source of wrong bytes, or a copy that cannot be mapped, is not tried again for so long
     max_failures: int = 8  # of one call on one shard, before it is given up rather than tried again
     keep_established: bool = True  # for one host copy, nothing that has left its publisher is lost with it
     spot_handover_s: float = 30.0  # a closing worker waits so long for a spot worker: 50 GiB at 2 GB/s

@@ -17,7 +17,7 @@ from ..protocol.messages import (
 )
 from ..protocol.names import Digest, ModelName, ReplicaName, Shard, Version, WorkerId, is_tiled
 from ..protocol.status import HeldView
-from . import admission, apply, layouts, retention, selection
+from . import admission, apply, layouts, retention, slow
 from . import reads as across
 from . import state as facts
 from .groups import GroupCall, Replica, some_shards
@@ -560,14 +560,16 @@ def _why_hopeless(state: State, model: Model, record: VersionRecord, member: Mem
         return Failure("version-conflict", text, "was the version published twice, with different content?")
     if failures and (failures[-1].code in HOPELESS or _has_failed_enough(state, model, record, member)):
         return _failed(record, member, failures[-1])
-    read = state.reads.current.get(member.worker)
-    is_reading = read is not None and not selection.is_cut_off(state, read)
-    if state.is_recovering or is_reading or member.has_whole_copy(record.version):
-        return None
-    if model.is_lost(record):
-        return model.loss(record)
+    is_lost = model.is_lost(record)
     given_up = [worker for worker, failed in member.failed_sources.items() if failed.is_for_good]
-    if not given_up or _has_hope(state, model, record, member):
+    if not (is_lost or given_up) or state.is_recovering or member.has_whole_copy(record.version):
+        return None
+    read = state.reads.current.get(member.worker)
+    if read is not None and not slow.is_cut_off(state, read):
+        return None
+    if is_lost:
+        return model.loss(record)
+    if _has_hope(state, model, record, member):
         return None
     if failures and not any(worker in record.refused for worker in given_up):
         return _failed(record, member, failures[-1])
@@ -607,7 +609,7 @@ def _may_bring(state: State, record: VersionRecord, member: Member, worker: Work
 
     `is_last`: the member has failed so often that it tries only those that live, and few times each.
     """
-    for _ in range(selection.MAX_HOPS):
+    for _ in range(slow.MAX_HOPS):
         source, failed = state.members.get(worker), member.failed_sources.get(worker)
         if source is None or source is member or (failed is not None and failed.is_for_good):
             return False
@@ -616,7 +618,7 @@ def _may_bring(state: State, record: VersionRecord, member: Member, worker: Work
         if facts.is_full_source(state, source, record.version):
             return True
         read = state.reads.current.get(worker)
-        if read is None or read.version != record.version or selection.brings_nothing(state, read):
+        if read is None or read.version != record.version or slow.brings_nothing(state, read):
             return False
         above = [member.failed_sources.get(each.worker) for each in read.sources]
         if any(failed is not None and failed.is_for_good for failed in above):

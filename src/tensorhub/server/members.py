@@ -2,7 +2,7 @@
 
 import heapq
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple, TypeVar
@@ -82,11 +82,9 @@ class Pace:
     waited_at: float = -inf  # when its source last had nothing more for it
     done: int = 0
     arrived_bytes: int = 0
-    rate: float | None = None  # bytes/s over the last few seconds; None: not known yet
-    unsure: float = 0.0  # how much higher it may be, where only whole chunks are seen
-    is_stuck: bool = False  # too slow, and no other source would help: readers behind it need not wait
+    rate: float | None = None  # bytes/s over the last few seconds, the most that it may be; None: not known yet
+    first: int | None = None  # chunks in place when it began
     _part_bytes: int = 0  # that had come when it last moved on
-    _first: int | None = None  # chunks in place when it began
     _marks: deque[tuple[float, int]] = field(default_factory=deque)
 
     def restart(self, now: float) -> None:
@@ -101,9 +99,9 @@ class Pace:
 
     def note(self, now: float, *, arrived_bytes: int, done: int, chunk_bytes: int, over_s: float) -> None:
         """What its reader has just reported. The rate is taken over `over_s`; `chunk_bytes` is 0 while unknown."""
-        self._first = done if self._first is None else self._first
+        self.first = done if self.first is None else self.first
         quantum_bytes = 0 if arrived_bytes else chunk_bytes
-        arrived_bytes = arrived_bytes or (done - self._first) * chunk_bytes
+        arrived_bytes = arrived_bytes or (done - self.first) * chunk_bytes
         is_other = arrived_bytes < self.arrived_bytes or done < self.done  # another transport, another fill
         self.arrived_bytes = arrived_bytes
         if is_other or not self._marks or self.told_at < now - over_s:
@@ -118,38 +116,28 @@ class Pace:
             marks.popleft()
         took_s = now - marks[0][0]
         if took_s >= over_s:
-            self.rate = (arrived_bytes - marks[0][1]) / took_s
-            self.unsure = quantum_bytes / took_s
+            self.rate = (arrived_bytes - marks[0][1] + quantum_bytes) / took_s
 
     def is_still(self, now: float, patience_s: float) -> bool:
         """True if it has brought nothing for that long, although its reader has reported."""
         return now - self.moved_at >= patience_s and self.told_at - self.moved_at >= patience_s / 2
 
 
-@dataclass
-class Capacity:
-    """The most that a source has brought to all its readers together, of late."""
+@dataclass(frozen=True)
+class Avoided:
+    """Until when a worker is avoided as a source because reads from it were slow."""
 
-    best: float = 0.0
-    at: float = 0.0
+    until: float = -inf
+    times: int = 0  # that it was left in a row
 
-    def note(self, now: float, total: float, memory_s: float) -> None:
-        if total >= self.best or now - self.at > memory_s:
-            self.best, self.at = total, now
-
-    def forget(self, now: float) -> None:
-        """Forgets the rate after a try that brought nothing."""
-        self.best, self.at = 0.0, now
+    def again(self, now: float, first_s: float, max_doublings: int) -> "Avoided":
+        """It was left once more."""
+        return Avoided(now + first_s * 2.0 ** min(self.times, max_doublings), self.times + 1)
 
 
-def is_too_slow(pace: Pace, others: float, times: float) -> bool:
-    """True if it is so far below the others that a shared link does not explain it."""
-    return pace.rate is not None and (pace.rate + pace.unsure) * times < others
-
-
-def usual(rates: list[float]) -> float | None:
-    """The median; the higher one of two."""
-    return sorted(rates)[len(rates) // 2] if rates else None
+def upper_quartile(rates: Collection[float]) -> float | None:
+    """The rate that a quarter of them reach; the highest of up to four."""
+    return sorted(rates)[3 * len(rates) // 4] if rates else None
 
 
 # --- What a worker has: its buffer and its host copies, as far as the server believes it.
@@ -442,6 +430,13 @@ class Roll:
 Key = TypeVar("Key")
 
 
+class Left(NamedTuple):
+    """A source that its reader has left, and whether nothing came from it."""
+
+    source: WorkerId
+    is_still: bool
+
+
 @dataclass
 class OpenRead:
     """One grant, and whether it is still valid."""
@@ -450,12 +445,11 @@ class OpenRead:
     reader: WorkerId
     layout_key: LayoutKey  # of its reader
     is_void: bool = False
-    looked_at: float = inf  # when it was granted, or a better source was last looked for
     began_at: float = inf  # when it could bring something
-    had: float = 0.0  # the share of the version that was in place by then
     pace: Pace = field(default_factory=Pace)
-    instead_of: WorkerId | None = None  # a slow source that was left for its own source
-    must_beat: float = 0.0  # where it gets so much, that one was at fault
+    moves: int = 0  # how often its reader has left a source for another one, in a row
+    left: Left | None = None  # the slow source that its reader has left for this one
+    is_stuck: bool = False  # true if it is slow and no other source would help
     shares: bool = False  # it maps the host copy of its source: there is nothing to read behind it
 
     def __post_init__(self) -> None:
@@ -630,15 +624,8 @@ class Member:
     chunks: int = 0  # in place at the last failed read
     call_number: int = 0  # the call of `failed_sources`, `failures` and `chunks`
     reads_without_progress: int = 0  # failed reads since the last new chunk, of any call
-    slow_sources: dict[WorkerId, float] = field(default_factory=dict)  # the last choice until then
-    slow_until: float = -inf  # as a source: slow for some reader, and avoided until then
-    paced: Version | None = None  # the version of `best`, `moves` and `may_move_at`
-    best: dict[tuple[bool, bool], float] = field(default_factory=dict)  # its highest rate, by distance
-    moves: int = 0  # times that it left a slow source
-    may_move_at: float = -inf  # it may leave a slow source from then on
-    gives_way_to: WorkerId | None = None  # the reader that moved from this worker to this worker's source
     alone_until: float = -inf  # until then it fetches copies itself: it could not map one
-    capacity: Capacity = field(default_factory=Capacity)  # as a source
+    avoided: Avoided = Avoided()  # as a source
     has_failed_a_reader: bool = False  # true until its next report after a read from it failed
     told: Told | None = None  # its last orders, as far as they may differ from the next
     settled_at: int = -1  # `State.happened` when it was last decided for

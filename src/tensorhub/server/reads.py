@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ..protocol.messages import Holding, Poisoned, Source, Withdrawing
 from ..protocol.names import Version, WorkerId
-from . import admission, layouts, retention, selection, sources
+from . import admission, layouts, retention, slow, sources
 from . import state as facts
 from .groups import Replica
 from .members import (
@@ -40,6 +40,7 @@ class Drained(NamedTuple):
     why: str = ""
 
 
+MOMENT = 0.125  # of the time between two reports
 AGAIN = 0.25  # of the time between two reports: whether a source is back for which an update waits
 
 
@@ -200,16 +201,16 @@ def instead_of(
     choice = _choose(state, model, record, member, would_do)
     if choice is None:
         return False
-    if not selection.is_paused(state, read):  # one that does something else was not slow
-        state.leave(member, read, may_move_at=state.now + selection.pace_window_s(state))
+    if not slow.is_paused(state, read):  # one that does something else was not slow
+        slow.avoid(state, read)
     state.take_back(read)
-    return _give_across(state, record, member, choice, to_host=read.grant.to_host)
+    return _give_across(state, record, member, choice, to_host=read.grant.to_host, moves=read.moves + 1)
 
 
 def keep_up(state: State, model: Model, record: VersionRecord, member: Member, read: OpenRead) -> None:
     """Gives a read across layouts other sources where its own do not serve it any more, and others do."""
-    is_without_bytes = selection.brings_nothing(state, read)
-    if is_without_bytes != read.pace.is_stuck:
+    is_without_bytes = slow.brings_nothing(state, read)
+    if is_without_bytes != read.is_stuck:
         state.call_stuck(read, is_stuck=is_without_bytes)
     found = _why_replace(state, member, read)
     if found is None:
@@ -225,9 +226,9 @@ def keep_up(state: State, model: Model, record: VersionRecord, member: Member, r
     choice = _choose(state, model, record, member, would_do)
     if choice is not None:
         if _is_still(state, read):
-            state.leave(member, read, may_move_at=state.now + selection.pace_window_s(state))
+            slow.avoid(state, read)
         state.take_back(read)
-        _give_across(state, record, member, choice, to_host=read.grant.to_host, why=why)
+        _give_across(state, record, member, choice, to_host=read.grant.to_host, why=why, moves=read.moves + 1)
     elif not is_served or (is_without_bytes and _is_had_in_its_layout(state, model, record, member)):
         state.take_back(read)
         _grant(state, model, record, member, to_host=read.grant.to_host)
@@ -248,15 +249,15 @@ def _why_replace(state: State, member: Member, read: OpenRead) -> tuple[list[Sou
         return gone, f"; {gone[0].worker.replica} has it no more"
     if leaving:
         return leaving, f"; {leaving[0].worker.replica} leaves it"
-    is_slow = _is_still(state, read) and state.now >= member.may_move_at
-    if not is_slow and not selection.brings_nothing(state, read):
+    is_slow = _is_still(state, read) and slow.may_move(state, read)
+    if not is_slow and not slow.brings_nothing(state, read):
         return None
     left = away or list(read.sources)
     return left, f"; left {left[0].worker.replica}: nothing came for {state.now - read.pace.moved_at:.1f} s"
 
 
 def _is_still(state: State, read: OpenRead) -> bool:
-    return read.pace.is_still(state.now, selection.patience_s(state))
+    return read.pace.is_still(state.now, slow.window_s(state))
 
 
 def _is_elected(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
@@ -273,7 +274,7 @@ def _is_elected(state: State, model: Model, record: VersionRecord, member: Membe
         if (
             read.is_across
             and facts.is_here(state, other)
-            and not (selection.is_held_up(state, read) or selection.cannot_begin(state, read))
+            and not (slow.is_still(state, read) or slow.cannot_begin(state, read))
         ):
             return False
     return sources.may_cross(state, model, record, member)
@@ -284,7 +285,7 @@ def see_that_it_begins(state: State, model: Model, record: VersionRecord, member
     for other in facts.members_of(state, model, member.layout_key):
         read = state.reads.current.get(other.worker)
         if other is not member and read is not None and read.version == record.version:
-            until = selection.begins_until(state, read)
+            until = slow.begins_until(state, read)
             if state.now < until < inf:
                 state.members.wake(member, until)
 
@@ -317,13 +318,21 @@ def _choose(
 
 
 def _give_across(
-    state: State, record: VersionRecord, member: Member, choice: Choice | None, *, to_host: bool, why: str = ""
+    state: State,
+    record: VersionRecord,
+    member: Member,
+    choice: Choice | None,
+    *,
+    to_host: bool,
+    why: str = "",
+    moves: int = 0,
 ) -> bool:
     if choice is None:
         return False
     layout_set, chosen, reason = choice
     text = f"across, from {len(chosen)} shards: {reason}{why}"
-    state.give(member, record, [each.place for each in chosen], text, to_host=to_host, across=layout_set)
+    places = [each.place for each in chosen]
+    state.give(member, record, places, text, to_host=to_host, across=layout_set, moves=moves)
     return True
 
 
@@ -388,7 +397,7 @@ def decide_read(state: State, model: Model, member: Member, wanted: Wanted | Non
         waits_for_us = not current.from_host and retention.waits_for_its_readers(state, source, current.version)
         # it has a part and does nothing for the rest: where that is all read, any that has the whole is better
         is_paused = not facts.is_leaving(source, current.version, current.from_host)
-        is_stuck = is_paused and selection.is_held_up(state, current)
+        is_stuck = is_paused and slow.is_still(state, current)
         may_leave, may_doubt = waits_for_us, not facts.is_here(state, source)
         others = [
             candidate
@@ -433,13 +442,10 @@ def _moves(state: State, model: Model, record: VersionRecord, member: Member, cu
     Also if its own has no session any more: that may well go on serving. But nothing may come from it for ever, and the
     reader need not find out: one that was filling still says that it has no more yet, or its memory alone is read.
     """
-    if sources.leave_slow(state, model, record, member, current):
+    if slow.move(state, model, record, member, current):
         return True
-    is_without_bytes = selection.brings_nothing(state, current)
-    is_tried = current.pace.is_stuck or is_without_bytes
-    if is_tried and instead_of(state, model, record, member, current, is_in_need=is_without_bytes):
-        return True
-    return current.source in state.members and sources.to_idle(state, model, record, member, current)
+    is_in_need = slow.brings_nothing(state, current)
+    return (current.is_stuck or is_in_need) and instead_of(state, model, record, member, current, is_in_need=is_in_need)
 
 
 def is_looking(state: State, member: Member, wanted: Wanted) -> bool:
@@ -522,7 +528,7 @@ def _has_sound_source(state: State, model: Model, record: VersionRecord, member:
 def _waits_to_begin(state: State, record: VersionRecord, source: Candidate) -> bool:
     """It has nothing of the version yet, and cannot begin to read it."""
     read = state.reads.current.get(source.worker)
-    return read is not None and read.version == record.version and selection.cannot_begin(state, read)
+    return read is not None and read.version == record.version and slow.cannot_begin(state, read)
 
 
 def _share(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
@@ -533,10 +539,12 @@ def _share(state: State, model: Model, record: VersionRecord, member: Member) ->
         source, reason = choice
         state.give(member, record, [source.place], f"{reason}; shared", to_host=True, shares=True)
         return True
-    until = sources.awaited_until(state, model, record, member)
-    if until is not None:
-        state.members.wake(member, until)
-    return until is not None
+    for mate, read in sources.reads_to_share(state, model, record, member):
+        if not slow.is_still(state, read):
+            is_silent_at = mate.silent_at + MOMENT * state.report_s
+            state.members.wake(member, min(is_silent_at, state.now + slow.window_s(state)))
+            return True
+    return False
 
 
 # --- What a member waits for, as things are: what has to change elsewhere before there is something new for it.

@@ -2,12 +2,8 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import inf
 
 from ..protocol.names import WorkerId
-from . import state as facts
-from .members import OpenRead, Tier
-from .state import State
 
 # --- The choice of a source: facts in, (source, reason) out.
 #
@@ -35,7 +31,7 @@ class Candidate:
     is_same_site: bool
     avoided_until: float  # it failed this reader lately; -inf: it did not
     from_host: bool = False  # its host copy rather than its buffer
-    is_slow: bool = False  # a reader has left it for that, lately
+    is_slow: bool = False  # it is avoided: a reader has left it for that, lately
     leaving_site: int = 0  # reads by others that leave its site already, where the reader is in another
 
     @property
@@ -82,90 +78,3 @@ def _reason(best: Candidate, usable: int) -> str:
     leaving = ", withdrawing, but no other worker has it" if best.is_withdrawing else ""
     doubtful = ", in doubt" if best.is_doubtful else (", slow" if best.is_slow else "")
     return f"{role}, {what}, {load}, {where}{leaving}{doubtful}; best of {usable}"
-
-
-# --- How a read goes, compared with others: over what distance, and whether anything arrives.
-
-
-MAX_HOPS = 64  # of a chain of readers
-REPORTS = 1.75  # without anything: two, less the time by which the second may come early
-
-
-def patience_s(state: State) -> float:
-    """How long a read may stand still."""
-    return max(state.settings.stalled_s, REPORTS * state.report_s)
-
-
-def pace_window_s(state: State) -> float:
-    """Over how long a rate is measured."""
-    return max(state.settings.slow_s, 2 * state.report_s)
-
-
-def own_pace(state: State, read: OpenRead) -> OpenRead | None:
-    """The read by which its source, if it lives and is still filling, gets the version itself."""
-    source = state.members.get(read.source)
-    if source is None or not facts.is_here(state, source) or facts.is_full(source, read.version, read.from_host):
-        return None
-    own_pace = state.reads.current.get(read.source)
-    if own_pace is None or (own_pace.version, own_pace.grant.to_host) != (read.version, read.from_host):
-        return None
-    return own_pace
-
-
-def is_paused(state: State, read: OpenRead) -> bool:
-    """Its source is here, has a part of the version, and does nothing for the rest: it has something else to do."""
-    source = state.members.get(read.source)
-    if source is None or not facts.is_here(state, source) or facts.is_full(source, read.version, read.from_host):
-        return False
-    return own_pace(state, read) is None
-
-
-def is_held_up(state: State, read: OpenRead) -> bool:
-    """Nothing comes by it, and its reader is there to say so."""
-    reader = state.members.get(read.reader)
-    return reader is not None and facts.is_here(state, reader) and read.pace.is_still(state.now, patience_s(state))
-
-
-def brings_nothing(state: State, read: OpenRead) -> bool:
-    """Nothing comes by it, and a source of it has no session: it may be that nothing will.
-
-    Right after a restart it is not known yet which workers have none.
-    """
-    is_lost = any(each.worker not in state.members for each in read.sources) and not state.is_recovering
-    return is_lost and read.pace.is_still(state.now, patience_s(state))
-
-
-def is_cut_off(state: State, read: OpenRead) -> bool:
-    """Nothing comes by it, nor will: a source further up gets nothing, or does not read the rest."""
-    above: OpenRead | None = read
-    for _ in range(MAX_HOPS):
-        if above is None:
-            return False
-        if brings_nothing(state, above):
-            return True
-        if not is_held_up(state, above):
-            return False
-        if is_paused(state, above):
-            return True
-        above = own_pace(state, above)
-    return False
-
-
-def cannot_begin(state: State, read: OpenRead) -> bool:
-    """Its reader has had permission for long, and a former read of the reader does not stop."""
-    return begins_until(state, read) <= state.now
-
-
-def begins_until(state: State, read: OpenRead) -> float:
-    """Until then its reader may take to stop a former read; if there is none, for ever."""
-    reader = state.members.get(read.reader)
-    told = reader.report.reading if reader is not None and facts.is_here(state, reader) else None
-    return read.began_at + patience_s(state) if told is not None and told.ticket < read.ticket else inf
-
-
-def tier_of(state: State, read: OpenRead) -> Tier:
-    """Over what distance it reads: (from another site, from another host)."""
-    reader, source = state.members.get(read.reader), state.members.get(read.source)
-    if reader is None or source is None:
-        return read.grant.source.is_cross_site, True
-    return source.hello.site != reader.hello.site, source.hello.host != reader.hello.host

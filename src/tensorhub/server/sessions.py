@@ -1,6 +1,5 @@
 """Sessions and reports: how a worker joins, reports and leaves, and what a restarted server waits for."""
 
-from collections import deque
 from math import inf
 
 from msgspec.structs import replace
@@ -19,7 +18,7 @@ from ..protocol.messages import (
     TicketFailure,
 )
 from ..protocol.names import Ticket, WorkerId
-from . import admission, apply, calls, evidence, reads, selection
+from . import admission, apply, calls, evidence, reads, slow
 from . import state as facts
 from .groups import Replica
 from .members import (
@@ -137,9 +136,6 @@ def roster_for(state: State, model: Model, member: Member) -> Roster | None:
 # --- What a report changes in the server's tables. Called by the server machine, whose tables these are.
 
 
-MAX_LATELY = 16  # reads that have ended, of which the usual rate is known: the better half of a small fleet's update
-
-
 def take_report(state: State, member: Member, report: Report, arrived: float) -> None:
     """Take in a report that came at `arrived`, in time awake."""
     member.note_heard(max(state.now, arrived), state.settings)
@@ -203,7 +199,7 @@ def take_reads(state: State, member: Member, before: Report) -> None:
         is_void = is_behind or state.reads.current.get(worker) is not None
         state.open_read(OpenRead(grant, worker, member.layout_key, is_void, shares=reading.shares))
     _note_sharing(state, member)
-    note_pace(state, member)
+    slow.note(state, member)
     note_call(member)
     known = [failure.ticket for failure in before.failures]
     for failure in report.failures:
@@ -277,7 +273,8 @@ def close_reads(state: State, member: Member, upto: Ticket | None) -> None:
             model, sources_of(read.version, read.layout_key)
         )  # it is behind no other reader any more
         record = model.versions.get(read.version)
-        _note_ended(state, model, member, read)
+        if record is not None:
+            slow.note_end(state, record, member, read)
         still = state.reads.current.get(member.worker)
         is_read = still is not None and still.version == read.version
         if record is not None and not is_read and (read.version, read.layout_key) not in member.content.places:
@@ -347,66 +344,13 @@ def _note_doubt(state: State, replica: Replica) -> None:
 
 
 def note_fed(state: State, source: Member, former: Content) -> None:
-    """It has more of a version than before: a reader that had all of that until now can get something only now."""
+    """It has more of a version than before: it was not elected in vain."""
     for had in (former.buffer, *former.copies):
-        if not isinstance(had, (Filling, HostCopy)) or (isinstance(had, HostCopy) and had.whole):
-            continue
-        from_host = isinstance(had, HostCopy)
-        is_whole = facts.is_full(source, had.version, from_host)
-        if not is_whole and source.done(from_host=from_host, version=had.version) <= had.done:
-            continue
-        source.reads_without_progress = 0
-        for read in state.reads.from_source(source.worker):
-            reader = state.members.get(read.reader)
-            if reader is None or (read.version, read.reads_copy_of(source.worker)) != (had.version, from_host):
-                continue
-            if reader.filled(read.version, to_host=read.grant.to_host)[0] >= had.done:
-                read.pace.wait(state.now)
-
-
-def note_pace(state: State, reader: Member) -> None:
-    """What the reader's report says of its open read."""
-    told, now = reader.report.reading, state.now
-    read = state.reads.current.get(reader.worker)
-    if told is None or read is None or told.ticket != read.ticket:
-        return
-    done, chunks, is_filled = reader.filled(read.version, to_host=read.grant.to_host)
-    if told.is_opened and not is_filled:
-        read.pace.restart(now)  # it has the manifest, and waits for its buffer
-        read.began_at = now
-        return
-    chunk_bytes = reader.report.size_bytes // chunks if chunks > 0 else 0
-    arrived = max(0, told.arrived_bytes)
-    window_s = selection.pace_window_s(state)
-    read.pace.note(now, arrived_bytes=arrived, done=done, chunk_bytes=chunk_bytes, over_s=window_s)
-    if read.is_across:
-        return  # from several sources at once: its rate says nothing of any of them
-    if reader.paced != read.version:
-        reader.paced, reader.best, reader.moves, reader.may_move_at = read.version, {}, 0, -inf
-    source = state.members.get(read.source)
-    if source is not None and read.pace.rate is not None:
-        tier = selection.tier_of(state, read)
-        reader.best[tier] = max(reader.best.get(tier, 0.0), read.pace.rate)
-    if source is not None:
-        its_own = selection.own_pace(state, read)
-        is_hopeless = its_own is not None and (
-            selection.cannot_begin(state, its_own) or (its_own.pace.is_stuck and selection.is_held_up(state, its_own))
-        )
-        has_no_more = source.filled(read.version, to_host=read.from_host)[0] <= done
-        if its_own is not None and has_no_more and not is_hopeless:
-            read.pace.wait(now)
-        rates = [one.pace.rate or 0.0 for one in state.reads.from_source(read.source) if not one.is_void]
-        source.capacity.note(now, sum(rates), 4 * window_s)
-
-
-def _note_ended(state: State, model: Model, reader: Member, read: OpenRead) -> None:
-    """A read is over. If it has brought all that was missing, those that come later are compared with it."""
-    is_whole = reader.has_whole_copy(read.version) if read.grant.to_host else reader.holds(read.version)
-    took_s = state.now - read.began_at
-    if read.is_void or read.is_across or not is_whole or took_s <= 0.0 or state.members.get(read.source) is None:
-        return
-    rates = model.lately.setdefault(selection.tier_of(state, read), deque(maxlen=MAX_LATELY))
-    rates.append(reader.report.size_bytes * (1.0 - read.had) / took_s)
+        if isinstance(had, Filling) or (isinstance(had, HostCopy) and not had.whole):
+            from_host = isinstance(had, HostCopy)
+            is_whole = facts.is_full(source, had.version, from_host)
+            if is_whole or source.done(from_host=from_host, version=had.version) > had.done:
+                source.reads_without_progress = 0
 
 
 # --- Reports that change nothing: their sender is told again what it was told last.
@@ -471,7 +415,7 @@ def _take_in(state: State, model: Model, member: Member, report: Report, arrived
         former = member.content
         member.content = Content(report.buffer, former.copies, member.layout_key)
         note_fed(state, member, former)
-        note_pace(state, member)
+        slow.note(state, member)
         reads.decide_read(state, model, member, Wanted(read.version, False))
     hear(state, model, member)
 

@@ -1,4 +1,4 @@
-"""Rules: the candidate sources of a reader, shared host copies, and when a read moves to another source."""
+"""Rules: what a worker should read, the candidate sources of a reader, and shared host copies."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from ..protocol.messages import Holding, Withdrawing
 from ..protocol.names import Version, WorkerId
-from . import admission, layouts, retention, selection
+from . import admission, layouts, retention
 from . import state as facts
 from .groups import Replica
-from .members import LayoutKey, Member, OpenRead, Tier, is_too_slow, usual
-from .selection import Candidate, choose_source
+from .members import LayoutKey, Member, OpenRead
+from .selection import Candidate
 from .state import State
 from .versions import Model, VersionRecord
 
@@ -218,8 +218,8 @@ def _candidate(
         done=0 if has_all else member.done(from_host=from_host, version=version),
         published=has_all and its_own is not None and its_own.published,
         is_withdrawing=facts.is_leaving(member, version, from_host),
-        is_doubtful=facts.is_doubtful(state, member) or reader.slow_sources.get(worker, -inf) > state.now,
-        is_slow=member.slow_until > state.now,
+        is_doubtful=facts.is_doubtful(state, member),
+        is_slow=member.avoided.until > state.now,
         is_near=here.host == there.host,
         is_same_site=here.site == there.site,
         avoided_until=failed.until if failed is not None else -inf,
@@ -239,9 +239,6 @@ def _candidate(
 # - A worker that cannot map reads instead, at once, and fetches its own copies for a while.
 
 
-MOMENT = 0.125  # of the time between two reports
-
-
 def copies_to_share(state: State, model: Model, record: VersionRecord, member: Member) -> list[Candidate]:
     """The host copies of the version that the member could map."""
     if not _may_share(state, record, member):
@@ -255,18 +252,16 @@ def copies_to_share(state: State, model: Model, record: VersionRecord, member: M
     return [each for each in found if each is not None and not each.is_doubtful]
 
 
-def awaited_until(state: State, model: Model, record: VersionRecord, member: Member) -> float | None:
-    """Another worker fetches what the member could share: when to look whether it still does. None: no worker does."""
-    if not _may_share(state, record, member):
-        return None
-    for mate in _mates(state, model, member):
+def reads_to_share(
+    state: State, model: Model, record: VersionRecord, member: Member
+) -> Iterator[tuple[Member, OpenRead]]:
+    """Workers that fetch what the member could share, and their reads."""
+    for mate in _mates(state, model, member) if _may_share(state, record, member) else ():
         read = state.reads.current.get(mate.worker)
         if read is None or read.version != record.version or not read.grant.to_host or not facts.is_here(state, mate):
             continue
-        if layouts.may_fit(model, record, mate) and not selection.is_held_up(state, read):
-            is_silent_at = mate.silent_at + MOMENT * state.report_s
-            return min(is_silent_at, state.now + selection.patience_s(state))
-    return None
+        if layouts.may_fit(model, record, mate):
+            yield mate, read
 
 
 def _may_share(state: State, record: VersionRecord, member: Member) -> bool:
@@ -292,331 +287,3 @@ def _mates(state: State, model: Model, member: Member) -> Iterator[Member]:
             continue
         if (mate.hello.place, mate.hello.site) == (here.place, here.site):
             yield mate
-
-
-# --- When a reader leaves a source that still serves it: it stands still, is far too slow, or serves others too.
-#
-# Rules:
-# - A source from which nothing comes for two reports is left for any that would do better, even for the publisher.
-# - A source that is filling is left if it brings far less than it receives. Any other is left if it brings far less
-#   than other readers of the version get, than this reader got before, or than reads of the model brought lately.
-# - A reader that merely waits for what its source waits for stays: the one nearest to the root moves. If that one has
-#   moved and is still slow, or has nowhere to go, it is slow itself, and its readers look for other sources.
-# - A reader that leaves a filling source for that one's own source, and gets more there, takes its place: the slow one
-#   gives way, and reads behind the others. A reader that gets no more there goes back.
-# - A reader leaves its own site only where no source there would do better, or where all that would were left as slow.
-# - A source that was left is the reader's last choice for a while, and each move of a reader waits twice as long as the
-#   one before. A source that serves others is taken only if it has brought more, lately, than it brings now.
-# - A source from which nothing came is remembered even if there was no other: the next version is read from another.
-#
-# It must never move all readers of a source at once to another one that serves already.
-
-
-BETTER = 1.25  # times what came from the slow one, though they share its source now: half is at least 1.5 times a third
-WORTH = 2.0  # times what comes now: less is not worth a chunk that has to come again
-
-
-def leave_slow(state: State, model: Model, record: VersionRecord, reader: Member, read: OpenRead) -> bool:
-    """Move the reader if its source stands still or is far too slow, and another one would do better."""
-    if reader.layout_key not in record.roots:
-        return False
-    shares_a_source = read.instead_of is not None or reader.gives_way_to is not None
-    if shares_a_source and _settle_places(state, model, record, reader, read):
-        return True
-    found = _why_leave(state, model, record, reader, read)
-    if found is None:
-        if read.pace.is_stuck and read.pace.rate is not None:
-            read.pace.is_stuck = False
-        return False
-    why, needed = found
-    is_without_bytes, window_s = selection.brings_nothing(state, read), selection.pace_window_s(state)
-    is_looked_for = state.now >= reader.may_move_at
-    if is_without_bytes and not is_looked_for:  # at once, and now and then
-        is_looked_for = not read.pace.is_stuck or state.now >= read.looked_at + window_s
-    choice = _way_out(state, model, record, reader, read, needed) if is_looked_for else None
-    if choice is None:
-        if is_looked_for and is_without_bytes:
-            read.looked_at = state.now
-        if is_looked_for:
-            reader.may_move_at = max(reader.may_move_at, state.now + window_s)
-        _note_stuck(state, reader, read)
-        return False
-    best, reason = choice
-    its_own = selection.own_pace(state, read)
-    takes_its_place = its_own is not None and its_own.source == best.worker
-    state.leave(reader, read, may_move_at=state.now + 2 * window_s * 2.0 ** min(reader.moves, 16))
-    state.take_back(read)
-    state.give(
-        *(reader, record, [best.place], f"{reason}; {why}"),
-        to_host=read.grant.to_host,
-        instead_of=read.source if takes_its_place else None,
-        must_beat=BETTER * (read.pace.rate or 0.0) if takes_its_place else 0.0,
-        counted_as="left_slow",
-    )
-    return True
-
-
-def _note_stuck(state: State, reader: Member, read: OpenRead) -> None:
-    """It is slow, and no other source would do better, or it was tried in vain."""
-    if not read.pace.is_stuck:
-        state.call_stuck(read)
-    source = state.members.get(read.source)
-    if not reader.moves:
-        is_whole = source is not None and facts.is_full(source, read.version, read.from_host)
-        if source is not None and is_whole and read.pace.is_still(state.now, selection.patience_s(state)):
-            source.slow_until = state.now + state.settings.leave_s  # there will be others to choose from again
-        return
-    for worker in reader.slow_sources:
-        left = state.members.get(worker)
-        if left is not None:
-            left.slow_until = -inf  # it was not the slow one
-    if source is not None:
-        source.capacity.forget(state.now)  # nor has this one more to give
-
-
-def _way_out(
-    state: State, model: Model, record: VersionRecord, reader: Member, read: OpenRead, needed: float
-) -> tuple[Candidate, str] | None:
-    """A source that would do better: an idle one; or its own source's, if that one can give way; or any."""
-    better = [c for c in candidates(state, model, record, reader) if _is_better(state, read, c, needed)]
-    if not selection.tier_of(state, read)[0]:
-        near = [candidate for candidate in better if candidate.is_same_site and candidate.avoided_until <= state.now]
-        is_needed = all(candidate.is_slow for candidate in near) and may_cross(state, model, record, reader)
-        better = better if is_needed else near
-    its_own = state.reads.current.get(read.source)
-    first = [each for each in better if not (each.load or each.is_slow or each.is_withdrawing)]
-    if its_own is not None and its_own.version == read.version:
-        first = first or [candidate for candidate in better if candidate.worker == its_own.source]
-    return choose_source(first or better, now=state.now)
-
-
-def _why_leave(
-    state: State, model: Model, record: VersionRecord, reader: Member, read: OpenRead
-) -> tuple[str, float] | None:
-    """(the reason in words, how much another source must bring), or None: it stays."""
-    pace, name = read.pace, read.source.replica
-    if pace.is_still(state.now, selection.patience_s(state)):
-        return f"left {name}: nothing came for {state.now - pace.moved_at:.1f} s", 0.0
-    if pace.rate is None:
-        return None  # too little is known yet
-    its_own = selection.own_pace(state, read)
-    is_hopeless = its_own is not None and its_own.pace.is_stuck
-    if state.now < pace.waited_at + selection.pace_window_s(state) and not is_hopeless:
-        return None  # what came was what its source had
-    if its_own is None or is_hopeless:
-        best = reader.best.get(selection.tier_of(state, read), 0.0)
-        usual_rate = _usual(state, record, read)
-        others, whose = max(best, usual_rate or 0.0), "others get, or it got before,"
-        lately = _lately(state, model, read)
-        if lately > others:
-            others, whose = lately, "reads brought lately"
-    else:
-        others, whose = its_own.pace.rate or 0.0, "it receives"
-    times, rate = state.settings.slow_times, pace.rate or 0.0
-    if not is_too_slow(pace, others, times):
-        return None
-    return f"left {name}: {rate:.3g} B/s, where {whose} {others:.3g}", max(WORTH * rate, others / times)
-
-
-def _is_better(state: State, read: OpenRead, candidate: Candidate, needed: float) -> bool:
-    """It would bring so much, as far as can be known. A withdrawing source is better than one that brings nothing."""
-    if candidate.worker == read.source or candidate.is_doubtful:
-        return False
-    if candidate.is_withdrawing and not (candidate.is_full and selection.brings_nothing(state, read)):
-        return False
-    is_still = read.pace.is_still(state.now, selection.patience_s(state))
-    if (
-        not candidate.is_same_site
-        and not is_still
-        and (candidate.leaving_site or not selection.tier_of(state, read)[0])
-    ):
-        return False
-    if not candidate.is_full:
-        its_own = state.reads.current.get(candidate.worker)
-        rate = its_own.pace.rate if its_own is not None else None
-        is_enough = is_still if rate is None else rate >= needed
-        return is_enough and _is_sound(state, candidate.worker, without=read.source)
-    if not candidate.load:
-        return True
-    source, its_own = state.known(candidate.worker), state.reads.current.get(read.source)
-    others = [one for one in state.reads.from_source(candidate.worker) if not one.is_void]
-    if is_still:
-        return selection.brings_nothing(state, read) or not any(selection.is_held_up(state, one) for one in others)
-    if any(one.pace.rate is None for one in others):
-        return False  # too little is known yet of one of its readers
-    spare = source.capacity.best - sum(one.pace.rate or 0.0 for one in others)
-    if its_own is not None and its_own.source == candidate.worker:
-        spare += its_own.pace.rate or 0.0  # which gives way
-    return max(spare, source.capacity.best / (candidate.load + 1)) >= needed
-
-
-def _is_sound(state: State, worker: WorkerId, *, without: WorkerId) -> bool:
-    """It is filling, and so is each source above it, up to one that has everything. None of them is `without`."""
-    read = state.reads.current.get(worker)
-    for _ in range(selection.MAX_HOPS):  # no reader moves further from the root
-        if read is None or read.source == without or read.pace.is_stuck or selection.is_held_up(state, read):
-            return False
-        source = state.members.get(read.source)
-        if source is None or facts.is_doubtful(state, source):
-            return False
-        if facts.is_full(source, read.version, read.from_host):
-            return True
-        read = state.reads.current.get(read.source)
-    return False
-
-
-def _settle_places(state: State, model: Model, record: VersionRecord, reader: Member, read: OpenRead) -> bool:
-    """Of a slow source and the reader that left it for its own source only one stays there: the one that gets more."""
-    slow = state.members.get(read.instead_of) if read.instead_of is not None else None
-    if slow is not None and read.pace.rate is not None:
-        read.instead_of = None
-        its_own = state.reads.current.get(slow.worker)
-        if its_own is not None and (its_own.source, its_own.version) == (read.source, read.version):
-            if read.pace.rate < read.must_beat:
-                _note_stuck(state, reader, read)
-                return _follow(state, model, record, reader, read, slow.worker, "no better than")
-            slow.gives_way_to = reader.worker
-            state.mark_dirty(slow.worker)
-    other = reader.gives_way_to
-    theirs = state.reads.current.get(other) if other is not None else None
-    if other is None or theirs is None or (theirs.source, theirs.version) != (read.source, read.version):
-        if other is not None:
-            reader.gives_way_to = None
-        return False
-    if other in state.reads.readers_behind(reader.worker, read.version):
-        return False  # until it has let go of it
-    reader.gives_way_to = None
-    return _follow(state, model, record, reader, read, other, "gives way to")
-
-
-def _follow(
-    state: State, model: Model, record: VersionRecord, reader: Member, read: OpenRead, other: WorkerId, why: str
-) -> bool:
-    """Read behind that one, or behind the last of its readers."""
-    found = [
-        candidate
-        for candidate in candidates(state, model, record, reader)
-        if not candidate.is_full and (candidate.worker == other or not (candidate.load or candidate.is_doubtful))
-        if candidate.worker == other or other in state.reads.chain(candidate.worker)
-    ]
-    best = min(found, key=lambda candidate: (candidate.load, candidate.worker), default=None)
-    if best is None:
-        return False
-    reason = f"relay, filling, {best.done} chunks in place; {why} {other.replica}"
-    state.take_back(read)
-    state.give(
-        reader,
-        record,
-        [best.place],
-        reason,
-        to_host=read.grant.to_host,
-        is_stuck=read.pace.is_stuck,
-    )
-    return True
-
-
-def _usual(state: State, record: VersionRecord, read: OpenRead) -> float | None:
-    """The rate of the version's readers over that distance. Computed once between two reports."""
-    tier = selection.tier_of(state, read)
-    if state.now >= record.usual_until:
-        found: dict[Tier, list[float]] = {}
-        for holders in record.holders.values():
-            for worker in holders:
-                one = state.reads.current.get(worker)
-                if one is None or one.is_across or one.version != record.version or one.pace.rate is None:
-                    continue
-                if one.source in state.members:  # else it is not known over what distance
-                    found.setdefault(selection.tier_of(state, one), []).append(one.pace.rate)
-        record.usual = {each: usual(those) for each, those in found.items()}
-        record.usual_until = state.now + state.report_s
-    return record.usual.get(tier)
-
-
-def _lately(state: State, model: Model, read: OpenRead) -> float:
-    """The rate of the model's finished reads over that distance, 0.0 while unknown.
-
-    Of a source that serves others too a read can get no more than its present share of that.
-    """
-    tier = selection.tier_of(state, read)
-    lately = usual(list(model.lately.get(tier, ())))
-    rates = [one.pace.rate for one in _beside(state, read) if selection.tier_of(state, one) == tier]
-    known = [rate for rate in rates if rate is not None]
-    if lately is None or len(known) < len(rates):
-        return 0.0
-    total = sum(known)
-    return lately * (read.pace.rate or 0.0) / total if total else lately
-
-
-def _beside(state: State, read: OpenRead) -> list[OpenRead]:
-    """The reads that its source serves now, this one too."""
-    return [one for one in state.reads.from_source(read.source) if not one.is_void]
-
-
-def to_idle(state: State, model: Model, record: VersionRecord, reader: Member, read: OpenRead) -> bool:
-    """Move the reader if that is sure to help: to an idle source that has everything and is no further away.
-
-    It leaves a source that is itself still filling, whose pace it follows, or one that serves others too. It never goes
-    back: a reader that has a whole source to itself stays there. Between sites the pace is the uplink's: a reader
-    leaves only one that it shares, for one that is idle. But while it cannot begin it leaves any, for a
-    worker of its own site that has the version or gets it.
-    """
-    if state.now < read.looked_at + state.settings.rebalance_s or reader.layout_key not in record.roots:
-        return False
-    read.looked_at = state.now
-    source = state.known(read.source)
-    is_cross_site = source.hello.site != reader.hello.site
-    may_go_near = is_cross_site and not _has_begun(reader, read)
-    is_its_own = facts.is_full(source, read.version, read.from_host) and state.reads.load(read.source) < 2
-    if is_its_own and not may_go_near:
-        return False
-    is_shared = is_cross_site and reads_leaving(state, record, reader)[source.hello.site] > 0
-    better = [
-        candidate
-        for candidate in _for_idle(state, model, record, reader, is_among_all=is_shared or may_go_near)
-        if not candidate.is_withdrawing and not candidate.is_doubtful and not candidate.is_slow
-        if _is_idle(candidate, is_shared) or (may_go_near and _is_near(state, reader, candidate))
-    ]
-    choice = choose_source(better, now=state.now)
-    if choice is None:
-        return False
-    best, reason = choice
-    state.take_back(read)
-    state.give(
-        reader,
-        record,
-        [best.place],
-        reason,
-        to_host=read.grant.to_host,
-        counted_as="rebalanced",
-    )
-    return True
-
-
-def _has_begun(reader: Member, read: OpenRead) -> bool:
-    """It reads, or may any moment: no former read of its own, and nothing that its buffer holds, stands in the way."""
-    reading, buffer = reader.report.reading, reader.content.buffer
-    if reading is None or reading.ticket != read.ticket:
-        return False
-    return read.grant.to_host or not isinstance(buffer, Holding | Withdrawing)
-
-
-def _is_idle(candidate: Candidate, is_shared: bool) -> bool:
-    """It has everything and serves no reader; in another site, no other read leaves that one."""
-    is_all_its_own = candidate.is_full and not candidate.load and not candidate.published
-    return is_all_its_own and (candidate.is_same_site or (is_shared and not candidate.leaving_site))
-
-
-def _is_near(state: State, reader: Member, candidate: Candidate) -> bool:
-    """It is in the reader's own site, and has the version, or gets it."""
-    if not candidate.is_same_site or candidate.avoided_until > state.now:
-        return False
-    return candidate.is_full or _is_sound(state, candidate.worker, without=reader.worker)
-
-
-def _for_idle(
-    state: State, model: Model, record: VersionRecord, reader: Member, *, is_among_all: bool
-) -> list[Candidate]:
-    """Candidates among which an idle source is looked for: all where any other may do."""
-    if is_among_all or not model.roll.is_over:
-        return candidates(state, model, record, reader)
-    return idle(state, model, record, reader)

@@ -25,6 +25,7 @@ from .members import (
     WHOLE,
     LayoutKey,
     LayoutSet,
+    Left,
     Member,
     Members,
     OpenRead,
@@ -195,16 +196,14 @@ class State:
         reason: str,
         *,
         to_host: bool,
-        instead_of: WorkerId | None = None,
-        must_beat: float = 0.0,
-        is_stuck: bool = False,
-        counted_as: str = "",
+        moves: int = 0,
+        left: Left | None = None,
         shares: bool = False,
         across: LayoutSet = (),
     ) -> None:
         """Let the reader read the version from these workers (true: from a host copy), for that reason.
 
-        `instead_of`: a slow source that is left for its own source, which gets `must_beat` where it was at fault.
+        `moves`: how often the reader has left slow sources for this read, and `left` the last one.
         `shares`: the memory of a host copy, rather than to make another. `across`: their layout keys, if those are not
         the reader's.
         """
@@ -216,16 +215,12 @@ class State:
         grant = Grant(
             ticket, record.version, tuple(named), reason, to_host=to_host, shares=shares, is_across=bool(across)
         )
-        done, chunks, _ = reader.filled(record.version, to_host=to_host)
-        read = OpenRead(grant, reader.worker, reader.layout_key, looked_at=self.now, began_at=self.now)
-        read.had, read.shares = done / max(chunks, done, 1), shares
-        read.instead_of, read.must_beat, read.pace.is_stuck = instead_of, must_beat, is_stuck
+        read = OpenRead(grant, reader.worker, reader.layout_key, began_at=self.now)
+        read.shares, read.moves, read.left = shares, moves, left
         model = self.models[reader.hello.model]
         self.open_read(read)
         model.add_holder(record, reader.worker, reader.layout_key)  # others may read behind it from now on
         self.counters["grants"] += 1
-        if counted_as:
-            self.counters[counted_as] += 1
         self.mark_waiting_dirty(model, sources_of(record.version, reader.layout_key))
 
     def take_back(self, read: OpenRead) -> None:
@@ -236,24 +231,12 @@ class State:
         if read.grant.to_host:  # others of its host may have waited for what it fetched
             self.mark_waiting_dirty(self.models[read.reader.model], sources_of(read.version, read.layout_key))
 
-    def leave(self, reader: Member, read: OpenRead, *, may_move_at: float) -> None:
-        """The reader leaves the sources of this read, which is too slow, and does not move again before that time."""
-        until = self.now + self.settings.leave_s
-        reader.may_move_at = may_move_at
-        reader.moves += 1
-        reader.slow_sources = {worker: spared for worker, spared in reader.slow_sources.items() if spared > self.now}
-        for each in read.sources:
-            reader.slow_sources[each.worker] = until
-            source = self.members.get(each.worker)
-            if source is not None:
-                source.slow_until = until
-
     def call_stuck(self, read: OpenRead, *, is_stuck: bool = True) -> None:
         """The read is slow and no other source would help: readers behind it need not wait. Or that is over."""
-        if is_stuck and not read.pace.is_stuck:
+        if is_stuck and not read.is_stuck:
             self.mark_dirty(read.reader)  # its call may have no source that brings anything
             self.mark_readers_dirty(read.reader)
-        read.pace.is_stuck = is_stuck
+        read.is_stuck = is_stuck
 
     def close_reads(self, reader: WorkerId, upto: Ticket | None) -> list[OpenRead]:
         """The reader's reads up to that ticket (None: all of them) are over. Returns them."""

@@ -2,11 +2,10 @@
 
 import hmac
 from bisect import bisect_left, insort
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from math import inf
 from typing import NamedTuple
 
 from ..protocol.errors import HIGHER
@@ -21,6 +20,7 @@ from .members import (
     LayoutSet,
     Place,
     Roll,
+    Tier,
     Watches,
     plain_layout_set,
 )
@@ -164,13 +164,19 @@ class VersionRecord:
     taken: Taken | None = None  # content accepted without a receipt, while a worker has any of it
     promised: dict[ReplicaName, None] = field(default_factory=dict)  # replicas whose fill with it has not ended
     last_holder: str = ""
-    usual: dict[tuple[bool, bool], float | None] = field(default_factory=dict)  # rates of its reads, by distance
-    usual_until: float = -inf  # and until when they are believed
+    rates: dict[Tier, dict[WorkerId, float]] = field(default_factory=dict)  # the best ones of its last readers
     cross_site_bytes: dict[str, int] = field(default_factory=dict)  # by site: what has come into it from others
 
     @property
     def is_idle(self) -> bool:
         return not self.claims and not self.promised and not any(self.holders.values())
+
+    def note_rate(self, tier: Tier, reader: WorkerId, rate: float, max_readers: int) -> None:
+        """The reader reads it at that rate."""
+        rates = self.rates.setdefault(tier, {})
+        rates[reader] = max(rate, rates.pop(reader, 0.0))  # newest last
+        if len(rates) > max_readers:
+            del rates[next(iter(rates))]
 
     def note_published(self, keys: Iterable[LayoutKey], by: ReplicaName) -> None:
         """The replica has finished its publish, which proves the content of these keys."""
@@ -237,7 +243,6 @@ class Model:
     changed: dict[Version, None] = field(default_factory=dict)  # versions whose whole holders have changed
     lost: dict[Version, None] = field(default_factory=dict)  # those last said to be lost
     noted: Glance | None = None  # when workers that wait for news were last decided for
-    lately: dict[tuple[bool, bool], deque[float]] = field(default_factory=dict)  # rates of ended reads, by distance
     read_from: dict[WorkerId, None] = field(default_factory=dict)  # workers with open readers
     _held: dict[WorkerId, dict[Place, None]] = field(default_factory=dict)  # of what each is a holder
     _ascending: list[Version] = field(default_factory=list)  # the keys of `versions`
