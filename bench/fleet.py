@@ -99,8 +99,8 @@ class Fleet:
     def finish_at(self, grant: Grant, begun_at: float, share_left: float) -> float:
         """Links are free; but nobody is done before its source, and a hop."""
         own = begun_at + share_left * self.read_s
-        read = self.workers[grant.source].read
-        return own if read is None or grant.from_host else max(own, read.finish_at + HOP_S)
+        read = self.workers[grant.source.worker].read
+        return own if read is None or grant.source.from_host else max(own, read.finish_at + HOP_S)
 
     # --- messages -----------------------------------------------------------------------------------------------------
 

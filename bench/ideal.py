@@ -22,6 +22,7 @@ from tensorhub.protocol.messages import (
     LayoutInfo,
     Orders,
     Report,
+    Source,
     Vacated,
     Withdrawing,
 )
@@ -90,9 +91,10 @@ class Ideal:
 
     def _grant(self, hello: Hello, version: Version) -> Grant:
         publisher = self.publisher or hello.worker
-        source = WorkerId(publisher.model, publisher.replica, hello.shard)
+        worker = WorkerId(publisher.model, publisher.replica, hello.shard)
         root = self.roots.get((version, hello.shard), Digest(""))
-        return Grant(Ticket(self._next()), version, root, source, ("tcp://10.0.0.1:1",), "the publisher has it")
+        where = Source(worker, False, ("tcp://10.0.0.1:1",), root)
+        return Grant(Ticket(self._next()), version, (where,), "the publisher has it")
 
     async def session(self, request: web.Request) -> web.StreamResponse:
         """One worker's line."""

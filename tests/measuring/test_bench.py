@@ -96,7 +96,7 @@ def test_the_stand_in_decides_by_the_report_alone():
     wants = Report(5, call=CallReport(1, "update", "latest"), buffer=Holding(Version(6), root_of(6, 0)))
     first, second = server.answer(rollout, wants, state), server.answer(rollout, wants, state)
     assert (first.acknowledged, first.answer.version, first.answer.finished) == (5, 7, False)
-    assert (first.grant.source, first.grant.root) == (trainer.worker, root_of(7, 0))
+    assert (first.grant.source.worker, first.grant.root) == (trainer.worker, root_of(7, 0))
     assert (second.session, second.grant) == (first.session, first.grant)
 
 
