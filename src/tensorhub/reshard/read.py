@@ -223,7 +223,7 @@ def _rows_in(data: memoryview, place: int, run: int, count: int, stride: int, co
 #     across = Across(registration, tiles, manifest)      the reader's tiles, and its derived manifest
 #     for sink in across.tile_sinks(sources): ...         what is missing, planned over these sources
 #         transport.read(endpoint, key, sink, on_end)     each sink fails by itself
-#     on_end: across.ended(sink)                          what it has not brought is missing again
+#     on_end: across.ended(sink)                          what it has not brought is missing yet
 #
 # 1. The caller has compared the manifest's root with the one that the server named. A tile counts only with the digest
 #    that this manifest has for it.
@@ -264,7 +264,7 @@ class Across(Fill):
         self._left = np.bincount(self._chunk, minlength=count)  # tiles of each chunk
         for empty in np.flatnonzero(self._left == 0).tolist():  # what is in no box is there
             self.progress.mark(empty)
-        self._is_open = np.ones(len(tiles), np.bool_)  # neither there nor on its way
+        self._is_missing = np.ones(len(tiles), np.bool_)
         self._missing = len(tiles)
 
     @property
@@ -272,28 +272,15 @@ class Across(Fill):
         """Tiles that are not there."""
         return self._missing
 
-    @property
-    def open(self) -> int:
-        """Tiles that are not there, and that no tile sink is to bring."""
-        with self._lock:
-            return int(np.count_nonzero(self._is_open))
-
     def tile_sinks(self, sources: Sequence[Source]) -> list[TileSink]:
-        """Reads that bring all that is missing and not on its way already. Raises as `plan_reads` does.
-
-        One thread at a time plans, and no other waits for it: what is open stays so, and more may become open.
-        """
+        """Reads that bring all that is missing. Raises as `plan_reads` does. No other thread waits for the plan."""
         with self._lock:
             self.check()
-            mine = np.flatnonzero(self._is_open)
+            mine = np.flatnonzero(self._is_missing)
         if not len(mine):
             return []
         plan, orders = self._planned(mine, sources)
-        found = [TileSink(self, sources[number], number, plan, order, mine) for number, order in orders]
-        with self._lock:
-            self.check()
-            self._is_open[mine] = False
-        return found
+        return [TileSink(self, sources[number], number, plan, order, mine) for number, order in orders]
 
     def _planned(self, mine: Ints, sources: Sequence[Source]) -> _Planned:
         """How these tiles come, and what each source is asked for."""
@@ -321,16 +308,15 @@ class Across(Fill):
     def ended(self, tile_sink: TileSink) -> int:
         """The transport has done with it. Returns how many tiles it leaves missing."""
         tile_sink.note()
-        with self._lock:
-            left = tile_sink.take_rest()
-            self._is_open[left] = True
-            return len(left)
+        return len(tile_sink.take_rest())
 
     def filled(self, tiles: Ints) -> None:
         """These are in place."""
         with self._telling:
             with self._lock:
                 self.check()
+                tiles = tiles[self._is_missing[tiles]]
+                self._is_missing[tiles] = False
                 self._missing -= len(tiles)
                 chunks = self._chunk[ranges_of(self._first_chunk[:-1], self._first_chunk[1:], tiles)]
                 touched = np.unique(chunks)

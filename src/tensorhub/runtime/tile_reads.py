@@ -314,7 +314,7 @@ class TileReading:
         else:
             if one.tile_sinks and one.tile_sinks[0] is sink.tile_sink:
                 one.tile_sinks.popleft()
-            is_lacking = self._give_up(sink.tile_sink)
+            is_lacking = self._lacks(sink.tile_sink)
             text = f"{one.source.worker} ended the read before its last piece"
         if self._is_done:
             self._advance()
@@ -325,8 +325,8 @@ class TileReading:
         else:
             self._advance()
 
-    def _give_up(self, tile_sink: TileSink) -> bool:
-        """What it has not brought is missing again. Returns whether there is any."""
+    def _lacks(self, tile_sink: TileSink) -> bool:
+        """It has ended before it has brought all."""
         try:
             return self._across.ended(tile_sink) > 0
         except TensorHubError:  # the content was given up, and is never filled any more
@@ -350,9 +350,6 @@ class TileReading:
         self.loop.call_soon(self._advance)
 
     def _end(self) -> None:
-        for one in self.sources:
-            while one.tile_sinks:
-                self._give_up(one.tile_sinks.popleft())
         if self._ending.complete and not self._touch.is_touched:  # there was no byte to write: it is there all the same
             self._touched()
         self.let_go()
