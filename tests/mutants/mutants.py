@@ -856,9 +856,9 @@ MUTANTS = (
         "    if True:\n",
     ),
     Mutant(
-        "a read across goes on with a source that serves no more",
-        "        if not facts.serves(state, each.worker, read.version, each.from_host):\n",
-        "        if False:\n",
+        "a source that is read across cannot cut its readers off",
+        "    elif not is_served or (is_without_bytes",
+        "    elif (is_without_bytes",
     ),
     Mutant(
         "a replica without all tiles counts as whole",

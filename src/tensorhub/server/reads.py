@@ -236,17 +236,14 @@ def keep_up(state: State, model: Model, record: VersionRecord, member: Member, r
 
 def _why_replace(state: State, member: Member, read: OpenRead) -> tuple[list[Source], str] | None:
     """The sources of a read across that are to be left, if there are others, and why; None: all are to stay."""
-    gone, leaving, away = [], [], []
+    leaving, away = [], []
     for each in read.sources:
         source = state.members.get(each.worker)
-        if not facts.serves(state, each.worker, read.version, each.from_host):
-            gone.append(each)
-        elif source is not None and facts.is_leaving(source, read.version, each.from_host):
+        is_leaving = source is not None and facts.is_leaving(source, read.version, each.from_host)
+        if is_leaving or not facts.serves(state, each.worker, read.version, each.from_host):
             leaving.append(each)
         elif source is None or not facts.is_here(state, source):
             away.append(each)
-    if gone:
-        return gone, f"; {gone[0].worker.replica} has it no more"
     if leaving:
         return leaving, f"; {leaving[0].worker.replica} leaves it"
     is_slow = _is_still(state, read) and slow.may_move(state, read)
