@@ -194,7 +194,7 @@ def test_the_next_source_of_the_same_layout_is_not_worked_out_anew(monkeypatch):
 
 
 def test_nobody_waits_for_a_plan(monkeypatch):
-    """The loop asks what is missing while a thread plans: all workers of a process share it, and it keeps their leases."""
+    """The loop goes on while a thread plans: all workers of a process share it, and it keeps their leases."""
     real, planning, goes_on = read.plan_reads, threading.Event(), threading.Event()
 
     def slowly(*arguments):
