@@ -599,8 +599,8 @@ MUTANTS = (
     Mutant("a source that failed once is avoided for ever", "    member.has_failed_a_reader = False\n", ""),
     Mutant(
         "a call fails though its reads bring chunks",
-        "        reader.chunks, reader.failures = reader.chunks_in_place, 0\n",
-        "        reader.chunks = reader.chunks_in_place\n",
+        "        tries.chunks, tries.failures = reader.chunks_in_place, 0\n",
+        "        tries.chunks = reader.chunks_in_place\n",
     ),
     Mutant(
         "a call fails beside a source that was not tried",

@@ -561,7 +561,7 @@ def _why_hopeless(state: State, model: Model, record: VersionRecord, member: Mem
     if failures and (failures[-1].code in HOPELESS or _has_failed_enough(state, model, record, member)):
         return _failed(record, member, failures[-1])
     is_lost = model.is_lost(record)
-    given_up = [worker for worker, failed in member.failed_sources.items() if failed.is_for_good]
+    given_up = [worker for worker, failed in member.tries.sources.items() if failed.is_for_good]
     if not (is_lost or given_up) or state.is_recovering or member.has_whole_copy(record.version):
         return None
     read = state.reads.current.get(member.worker)
@@ -578,14 +578,14 @@ def _why_hopeless(state: State, model: Model, record: VersionRecord, member: Mem
 
 
 def _failed(record: VersionRecord, member: Member, last: TicketFailure) -> Failure:
-    count = member.failures
+    count = member.tries.failures
     reads, whence = ("a read", "from") if count == 1 else (f"{count} reads", "the last from")
     text = f"{member.worker} failed {reads} of version {record.version}, {whence} {last.source}: {last.message}"
     return Failure(last.code, text, last.hint or HOPELESS.get(last.code) or STATUS_SAYS)
 
 
 def _has_failed_enough(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
-    is_enough = member.failures > state.settings.max_failures
+    is_enough = member.tries.failures > state.settings.max_failures
     return is_enough and not _has_hope(state, model, record, member, is_last=True)
 
 
@@ -610,7 +610,7 @@ def _may_bring(state: State, record: VersionRecord, member: Member, worker: Work
     `is_last`: the member has failed so often that it tries only those that live, and few times each.
     """
     for _ in range(slow.MAX_HOPS):
-        source, failed = state.members.get(worker), member.failed_sources.get(worker)
+        source, failed = state.members.get(worker), member.tries.sources.get(worker)
         if source is None or source is member or (failed is not None and failed.is_for_good):
             return False
         if is_last and failed is not None and (failed.times >= TRIES or not facts.is_here(state, source)):
@@ -620,7 +620,7 @@ def _may_bring(state: State, record: VersionRecord, member: Member, worker: Work
         read = state.reads.current.get(worker)
         if read is None or read.version != record.version or slow.brings_nothing(state, read):
             return False
-        above = [member.failed_sources.get(each.worker) for each in read.sources]
+        above = [member.tries.sources.get(each.worker) for each in read.sources]
         if any(failed is not None and failed.is_for_good for failed in above):
             return False
         worker = read.source

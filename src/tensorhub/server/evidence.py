@@ -56,7 +56,7 @@ def bind(state: State, member: Member, reading: Reading) -> None:
         return
     state.counters["conflicting_holders"] += 1
     for source in reading.sources:
-        failed = member.failed_sources.setdefault(source.worker, FailedSource(0.0, 0))
+        failed = member.tries.sources.setdefault(source.worker, FailedSource(0.0, 0))
         failed.until = max(failed.until, state.now + state.settings.leave_s)
 
 

@@ -582,6 +582,16 @@ class FailedSource:
         return self.until == inf
 
 
+@dataclass
+class Tries:
+    """What has failed in one call of a worker."""
+
+    call: int = 0  # its number; 0: reads without a call
+    sources: dict[WorkerId, FailedSource] = field(default_factory=dict)
+    failures: int = 0  # failed reads since the last new chunk
+    chunks: int = 0  # in place at the last failed read
+
+
 class Told(msgspec.Struct, frozen=True):
     """The part of a member's orders that may be news to it."""
 
@@ -619,10 +629,7 @@ class Member:
     awaited_by: dict[WorkerId, None] = field(
         default_factory=dict
     )  # decided for again once this worker has heard of its session
-    failed_sources: dict[WorkerId, FailedSource] = field(default_factory=dict)
-    failures: int = 0  # failed reads of this call since the last new chunk
-    chunks: int = 0  # in place at the last failed read
-    call_number: int = 0  # the call of `failed_sources`, `failures` and `chunks`
+    tries: Tries = field(default_factory=Tries)  # of its present or last call
     reads_without_progress: int = 0  # failed reads since the last new chunk, of any call
     alone_until: float = -inf  # until then it fetches copies itself: it could not map one
     avoided: Avoided = Avoided()  # as a source

@@ -32,6 +32,7 @@ from .members import (
     OpenRead,
     Place,
     Told,
+    Tries,
     sources_of,
 )
 from .sources import Wanted
@@ -221,8 +222,8 @@ def note_call(member: Member) -> None:
     """What has failed is counted for each call."""
     call = member.report.call
     number = call.number if call is not None else 0
-    if number != member.call_number:
-        member.call_number, member.failures, member.chunks, member.failed_sources = number, 0, 0, {}
+    if number != member.tries.call:
+        member.tries = Tries(number)
 
 
 def _count_failure(state: State, reader: Member, failure: TicketFailure, reads: list[OpenRead]) -> None:
@@ -230,16 +231,17 @@ def _count_failure(state: State, reader: Member, failure: TicketFailure, reads: 
 
     `reads`: those that its reader had until then.
     """
-    if reader.chunks_in_place > reader.chunks:
-        reader.chunks, reader.failures = reader.chunks_in_place, 0
-    reader.failures += 1
+    tries = reader.tries
+    if reader.chunks_in_place > tries.chunks:
+        tries.chunks, tries.failures = reader.chunks_in_place, 0
+    tries.failures += 1
     reader.reads_without_progress += 1
     if reader.reads_without_progress % TRIES_A_TURN == 0:
         model = state.models[reader.hello.model]
         state.mark_waiting_dirty(model, NEWS)  # another one may be elected
         if model.closing and reader.told is not None and reader.told.fetch is not None:
             state.mark_everyone_dirty(model)  # or be chosen for a handover
-    failed = reader.failed_sources.setdefault(failure.source, FailedSource(0.0, 0))
+    failed = tries.sources.setdefault(failure.source, FailedSource(0.0, 0))
     failed.times += 1
     read = next((read for read in reads if read.ticket == failure.ticket), None)
     record = state.models[reader.hello.model].versions.get(read.version) if read is not None else None

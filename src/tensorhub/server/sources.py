@@ -210,7 +210,7 @@ def _candidate(
         return None  # it has all of it at once, or nothing
     buffer, copy, here, there = member.content.buffer, member.copy(version), reader.hello, member.hello
     its_own = copy if from_host else buffer if isinstance(buffer, Holding | Withdrawing) else None
-    failed = reader.failed_sources.get(worker)
+    failed = reader.tries.sources.get(worker)
     return Candidate(
         worker=worker,
         load=state.reads.load(worker),
