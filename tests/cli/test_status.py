@@ -86,12 +86,12 @@ def busy(done: int = 32) -> Status:
     )
     model = ModelView("policy", 2, 7, 512 * MIB, (latest, gone), replicas)
     reads = (transfer(0, done), transfer(1, 1, is_void=True, source="trainer"))
-    return Status("tensorhub/5", 192.4, 0.0, (model,), reads, {"workers": 7})
+    return Status("tensorhub/6", 192.4, 0.0, (model,), reads, {"workers": 7})
 
 
 def quiet(recovering_s: float = 0.0) -> Status:
     """Nobody is there."""
-    return Status("tensorhub/5", 1.0, recovering_s, (), (), {})
+    return Status("tensorhub/6", 1.0, recovering_s, (), (), {})
 
 
 UNFOLDED = 400  # columns in which no cell is folded

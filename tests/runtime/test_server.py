@@ -90,7 +90,7 @@ BAD_CONVERSATIONS = {
     "a bad version to fetch ahead": [encode(hello()), encode(Report(1, prefetch="x"))],
     "prefetched to fetch ahead": [encode(hello()), encode(Report(1, prefetch="prefetched"))],
     "orders": [encode(Orders(1, 1, 1, 1.0, 1.0, 1.0))],
-    "wrong protocol": [encode(hello()).replace(b"tensorhub/5", b"tensorhub/9")],
+    "wrong protocol": [encode(hello()).replace(b"tensorhub/6", b"tensorhub/9")],
     "garbage after a hello": [encode(hello()), b"\xff\xff"],
 }
 
@@ -328,7 +328,7 @@ def test_status_is_json_that_everybody_can_read(server, witness):
     status, body = get(server.address, "/v1/status")
     seen = json.loads(body)
     assert status == 200
-    assert seen["protocol"] == "tensorhub/5"
+    assert seen["protocol"] == "tensorhub/6"
     assert [model["name"] for model in seen["models"]] == ["witness"]
     assert json.loads(get(server.address, "/v1/status?model=other")[1])["models"] == []
 

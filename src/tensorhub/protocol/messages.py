@@ -16,7 +16,7 @@ from .errors import TensorHubError, UsageError, shortened
 from .manifest import Layout, decode_layout, digest_of_boxed, digest_of_layout
 from .names import Digest, ModelName, Number, ReplicaName, Shard, Ticket, Version, WorkerId
 
-PROTOCOL = "tensorhub/5"
+PROTOCOL = "tensorhub/6"
 MAX_REPORT_BYTES = 64 * 1024  # a report: a few hundred bytes and bounded texts; 100 for each source of a read
 MAX_LAYOUT_BYTES = 16 * 1024 * 1024  # about 150,000 tensors
 MAX_TEXT = 2_000  # characters of an error's message on the wire
