@@ -920,7 +920,7 @@ MUTANTS = (
     ),
     Mutant(
         "a reader in the same site reads across as well",
-        "    return read.grant.to_host or not isinstance(buffer, Holding | Withdrawing)\n",
-        "    return True\n",
+        "    if is_its_turn and (read.grant.to_host or not isinstance(buffer, Holding | Withdrawing)):\n",
+        "    if is_its_turn:\n",
     ),
 )

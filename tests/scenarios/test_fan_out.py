@@ -131,7 +131,7 @@ class Fleet:
     @property
     def moved(self) -> int:
         """How often a reader left a source that was too slow."""
-        return self.stage.server.state.counters["left_slow"]
+        return self.stage.server.state.counters["moved"]
 
     def sources(self) -> dict[str, str]:
         """Who reads from whom now."""

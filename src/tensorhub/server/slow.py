@@ -1,11 +1,12 @@
 """Slow reads: which read is slow, and which source its reader gets instead.
 
-A read is **slow** if one of these holds:
+A read is **slow** if one of these holds. No other read moves.
 
 1. It has brought nothing for `slow_s`, although its reader reports. Less than a sixteenth of a chunk is nothing.
 2. Its rate over the last `slow_s` is less than a third of the usual rate.
 3. It waits for its source, and the source's own read is *stuck*: slow by 1 or 2, and without a better source.
 4. Its reader was left as a source, and another reader gets enough from the source that both have: it gives way.
+5. It comes from another site, and has not begun. It moves into its own site: each shard crosses into a site once.
 
 A read **waits** if its source is filling, and has had nothing more for it within `slow_s`. Rules 1 and 2 do not apply
 to it: the read of its source is the one to look at.
@@ -25,9 +26,6 @@ A slow read **moves** to the best candidate that is sound:
 - Of the sources that serve already, the source's own source comes first. The two then change places.
 - A reader leaves its own site only if nothing comes, and if it is the one that may read across sites.
 - A reader waits twice as long after each of its moves.
-
-A read across sites that has not begun moves to any sound source in its own site: each shard of a version crosses into
-a site once. No other read moves without a fault.
 
 What follows:
 
@@ -64,7 +62,8 @@ class Slow(NamedTuple):
     why: str
     is_own: bool = False  # by what it brings itself
     is_still: bool = False  # nothing comes at all
-    gives_way: bool = False  # to another reader of its source
+    is_fault: bool = True  # its source is avoided from now on
+    goes: str = ""  # "behind": to a source that is filling; "near": to one in its own site
 
 
 # --- What the server knows of one read.
@@ -188,15 +187,16 @@ def note_end(state: State, record: VersionRecord, reader: Member, read: OpenRead
 
 
 def why_slow(state: State, record: VersionRecord, read: OpenRead) -> Slow | None:
-    """Why the read is slow, or None."""
-    return _by_itself(state, record, read) or _by_its_source(state, record, read) or _gives_way(state, record, read)
+    """Why the read is to move, or None."""
+    slow = _by_itself(state, record, read) or _by_its_source(state, record, read)
+    return slow or _gives_way(state, record, read) or _goes_near(state, read)
 
 
 def _by_itself(state: State, record: VersionRecord, read: OpenRead) -> Slow | None:
     """It is slow by what it brings."""
     pace, name = read.pace, read.source.replica
     if is_still(state, read):
-        return Slow(f"left {name}: nothing came for {state.now - pace.moved_at:.1f} s", is_own=True, is_still=True)
+        return Slow(f"; left {name}: nothing came for {state.now - pace.moved_at:.1f} s", is_own=True, is_still=True)
     if pace.rate is None or read.is_across or _waits(state, read):
         return None
     usual = upper_quartile(record.rates.get(tier_of(state, read), {}).values())
@@ -205,7 +205,7 @@ def _by_itself(state: State, record: VersionRecord, read: OpenRead) -> Slow | No
     feed = feed_of(state, read)
     if feed is not None and feed.pace.rate is None:
         return None  # its source has moved just now: what came so far says nothing
-    return Slow(f"left {name}: {pace.rate:.3g} B/s, where {usual:.3g} are usual", is_own=True)
+    return Slow(f"; left {name}: {pace.rate:.3g} B/s, where {usual:.3g} are usual", is_own=True)
 
 
 def _by_its_source(state: State, record: VersionRecord, read: OpenRead) -> Slow | None:
@@ -214,9 +214,13 @@ def _by_its_source(state: State, record: VersionRecord, read: OpenRead) -> Slow 
     if feed is None:
         return None
     if cannot_begin(state, feed):
-        return Slow(f"left {read.source.replica}: it cannot begin", is_still=True)
+        return Slow(f"; left {read.source.replica}: it cannot begin", is_still=True)
     slow = _by_itself(state, record, feed) if feed.is_stuck else None
-    return Slow(f"left {read.source.replica}, which {slow.why}", is_still=slow.is_still) if slow is not None else None
+    return (
+        Slow(f"; left {read.source.replica}, which {slow.why[2:]}", is_still=slow.is_still)
+        if slow is not None
+        else None
+    )
 
 
 def _gives_way(state: State, record: VersionRecord, read: OpenRead) -> Slow | None:
@@ -227,8 +231,20 @@ def _gives_way(state: State, record: VersionRecord, read: OpenRead) -> Slow | No
     for other in state.reads.from_source(read.source):
         is_other = other is not read and not other.is_void and other.version == read.version
         if is_other and other.pace.rate and _by_itself(state, record, other) is None:
-            return Slow(f"gives way to {other.reader.replica}", gives_way=True)
+            return Slow(f"; gives way to {other.reader.replica}", is_fault=False, goes="behind")
     return None
+
+
+def _goes_near(state: State, read: OpenRead) -> Slow | None:
+    """It comes from another site, and has not begun: a former read, or what the buffer holds, stands in the way."""
+    reader = state.members.get(read.reader)
+    if reader is None or read.source not in state.members or not tier_of(state, read)[0]:
+        return None
+    reading, buffer = reader.report.reading, reader.content.buffer
+    is_its_turn = reading is not None and reading.ticket == read.ticket
+    if is_its_turn and (read.grant.to_host or not isinstance(buffer, Holding | Withdrawing)):
+        return None
+    return Slow("", is_fault=False, goes="near")
 
 
 def _waits(state: State, read: OpenRead) -> bool:
@@ -245,7 +261,7 @@ def move(state: State, model: Model, record: VersionRecord, reader: Member, read
     slow = why_slow(state, record, read)
     if slow is None:
         read.is_stuck = False
-        return _move_near(state, model, record, reader, read)
+        return False
     left = state.members.get(read.left.source) if read.left is not None else None
     if left is not None and slow.is_own and not (slow.is_still or read.is_stuck):
         left.avoided = Avoided()  # its reader is at fault
@@ -253,12 +269,17 @@ def move(state: State, model: Model, record: VersionRecord, reader: Member, read
     if choice is None:
         state.call_stuck(read, is_stuck=slow.is_own)
         return False
-    if not slow.gives_way:
+    if slow.is_fault:
         avoid(state, read)
     best, reason = choice
-    left_by = Left(read.source, slow.is_still) if slow.is_own else None
-    _give(state, record, reader, read, (best, f"{reason}; {slow.why}"), moves=read.moves + 1, left=left_by)
-    state.counters["left_slow"] += 1
+    state.take_back(read)
+    state.give(
+        *(reader, record, [best.place], reason + slow.why),
+        to_host=read.grant.to_host,
+        moves=read.moves + 1,
+        left=Left(read.source, slow.is_still) if slow.is_own else None,
+    )
+    state.counters["moved"] += 1
     return True
 
 
@@ -276,26 +297,6 @@ def avoid(state: State, read: OpenRead) -> None:
             source.avoided = source.avoided.again(state.now, AVOID * window_s(state), MAX_DOUBLINGS)
 
 
-def _give(
-    state: State,
-    record: VersionRecord,
-    reader: Member,
-    read: OpenRead,
-    choice: Choice,
-    *,
-    moves: int = 0,
-    left: Left | None = None,
-) -> None:
-    best, reason = choice
-    state.take_back(read)
-    state.give(
-        *(reader, record, [best.place], reason),
-        to_host=read.grant.to_host,
-        moves=moves,
-        left=left,
-    )
-
-
 def _better(
     state: State, model: Model, record: VersionRecord, reader: Member, read: OpenRead, slow: Slow
 ) -> Choice | None:
@@ -303,14 +304,14 @@ def _better(
     if not may_move(state, read):
         return None
     is_cross_site, is_lost, feed = tier_of(state, read)[0], brings_nothing(state, read), feed_of(state, read)
+    left = read.left.source if read.left is not None else None
     found = [
         candidate
         for candidate in candidates(state, model, record, reader)
         if _is_sound(state, record, read, candidate, without_source=slow.is_still)
-        and (
-            slow.is_still or not (candidate.is_slow or (read.left is not None and candidate.worker == read.left.source))
-        )
-        and not (slow.gives_way and candidate.is_full)
+        and (slow.is_still or not (candidate.is_slow or candidate.worker == left))
+        and not (slow.goes == "behind" and candidate.is_full)
+        and not (slow.goes == "near" and not candidate.is_same_site)
         and (not candidate.is_withdrawing or (is_lost and candidate.is_full))
         and (candidate.is_same_site or slow.is_still or (is_cross_site and not candidate.leaving_site))
     ]
@@ -352,28 +353,3 @@ def _is_sound(
             return True
         above = state.reads.current.get(above.source)
     return False
-
-
-def _move_near(state: State, model: Model, record: VersionRecord, reader: Member, read: OpenRead) -> bool:
-    """A read across sites that has not begun goes to a source in the reader's own site, if there is a sound one."""
-    if not tier_of(state, read)[0] or read.source not in state.members or _has_begun(reader, read):
-        return False
-    near = [
-        candidate
-        for candidate in candidates(state, model, record, reader)
-        if candidate.is_same_site and not candidate.is_withdrawing and not candidate.is_slow
-        if _is_sound(state, record, read, candidate)
-    ]
-    choice = choose_source(near, now=state.now)
-    if choice is None:
-        return False
-    _give(state, record, reader, read, choice)
-    return True
-
-
-def _has_begun(reader: Member, read: OpenRead) -> bool:
-    """It reads, or may any moment: no former read of its own, and nothing that its buffer holds, stands in the way."""
-    reading, buffer = reader.report.reading, reader.content.buffer
-    if reading is None or reading.ticket != read.ticket:
-        return False
-    return read.grant.to_host or not isinstance(buffer, Holding | Withdrawing)
