@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tensorhub.protocol.messages import Holding, HostCopy
+from tensorhub.protocol.messages import Holding, HostCopy, Withdrawing
 from tensorhub.protocol.names import Digest, Version
 
 from .kit import worker
@@ -32,3 +32,24 @@ def test_a_worker_that_closes_shares_no_host_copy() -> None:
     grant = town.orders[OTHER].grant
     assert grant is not None, "it is the heir"
     assert (grant.source.worker, grant.to_host, grant.shares) == (TRAINER, True, False)
+
+
+def test_closing_workers_do_not_rely_on_each_other() -> None:
+    """The only one that stays fetches the version first."""
+    town, stays = Town(keep_established=False), worker("stays")
+    town.joins(TRAINER, buffer=PUBLISHED)
+    town.joins(stays, copies_left=1)
+    town.says(TRAINER, buffer=Withdrawing(ONE, ROOT, published=True), closing=True)
+    town.joins(CLOSER, buffer=Withdrawing(ONE, ROOT), closing=True)
+    assert [town.orders[who].drained for who in (TRAINER, CLOSER)] == [None, None]
+    assert town.orders[stays].fetch == ONE
+    town.says(stays, copies=(HostCopy(1, ONE, ROOT, whole=True),))
+    assert town.orders[CLOSER].drained == ONE
+
+
+def test_a_reliable_worker_does_not_leave_its_version_to_a_spot_worker() -> None:
+    town = Town(keep_established=False)
+    town.joins(TRAINER, buffer=PUBLISHED)
+    town.joins(OTHER, reliable=False, buffer=Holding(ONE, ROOT))
+    town.says(TRAINER, buffer=Withdrawing(ONE, ROOT, published=True), copies_left=1)
+    assert (town.orders[TRAINER].offload, town.orders[TRAINER].drained) == (ONE, None)

@@ -58,11 +58,6 @@ MUTANTS = (
         "m.holds(buffer.version) for m in group",
     ),
     Mutant(
-        "a spot worker drops the established version that no reliable worker has",
-        "    return member.hello.reliable or not has_reliable_holder(state, model, model.look_up(version), member)\n",
-        "    return member.hello.reliable\n",
-    ),
-    Mutant(
         "a call of a restarted job fails because of the processes of the killed one",
         "    others = [state.members.get(replica.members[shard]) for shard in call.arrived if shard in replica.members]\n"
         "    return bool(others)",
@@ -72,26 +67,6 @@ MUTANTS = (
         "a call waits for its deadline when a shard dies",
         "    return bool(others) and all(other is not None and not other.report.ended for other in others)\n",
         "    return True\n",
-    ),
-    Mutant(
-        "a host copy is made ahead though other workers have the version",
-        "        if state.now < member.rested_at or not is_resting_used(state, model, member, version):\n",
-        "        if state.now < member.rested_at:\n",
-    ),
-    Mutant(
-        "a host copy is made ahead where there is no room",
-        "    return version if member.copy(version) is not None or member.report.copies_left > spare else None\n",
-        "    return version\n",
-    ),
-    Mutant(
-        "a host copy is dropped for one that cannot be kept",
-        "        if comes_first and may_copy_ahead(state, model, record, other):\n",
-        "        if comes_first:\n",
-    ),
-    Mutant(
-        "a host copy that was made ahead stays though other workers have the version",
-        "    if any(other in whole and other not in model.closing for other in reliable if other != member.worker):\n",
-        "    if False:\n",
     ),
     Mutant(
         "a closed ticket is begun",
@@ -294,23 +269,6 @@ MUTANTS = (
         "    if not isinstance(buffer, Vacated):\n",
     ),
     Mutant(
-        "the newest established version is dropped",
-        "            retained[version] = outliving[version] = None\n            if version == newest_established:\n",
-        "            outliving[version] = None\n            if version == newest_established:\n",
-    ),
-    Mutant(
-        "a version is established by its publisher alone",
-        "            if worker.replica not in record.publishers and (worker in reliable or not needs_reliable)\n",
-        "            if worker in reliable or not needs_reliable\n",
-    ),
-    Mutant(
-        "a version is established by a worker that may drop it at any moment",
-        "    if member is None or not member.will_keep(version):\n        return False\n    if member.will_hold",
-        "    if member is None or not facts.has_whole(state, worker, version):\n"
-        "        return False\n"
-        "    if member.will_hold",
-    ),
-    Mutant(
         "a worker withdraws its version before its call is resolved",
         "_holds_on(replica, member, buffer.version):\n        buffer = Holding",
         "False:\n        buffer = Holding",
@@ -418,19 +376,9 @@ MUTANTS = (
         "    return False\n",
     ),
     Mutant(
-        "without room for copies all replicas leave the established version at once",
-        "    return _has_left(other, record) or other.worker > member.worker  # of",
-        "    return False  # of",
-    ),
-    Mutant(
         "a call for a version that was lost is not made again",
         "        return is_lost and self.fills and not isinstance(self.spec, int)\n",
         "        return False\n",
-    ),
-    Mutant(
-        "a spot worker never takes over the version of a closing worker",
-        "    return not member.report.closing and (member.is_connected or _has_copy(member, record))\n",
-        "    return member.hello.reliable and not member.report.closing\n",
     ),
     Mutant(
         "a worker trusts its lease to the last moment",
@@ -449,39 +397,9 @@ MUTANTS = (
         "        record.roots[member.line] = record.layouts.setdefault(member.line, member.report.layout)\n",
     ),
     Mutant(
-        "the last reliable holder withdraws without a host copy",
-        "        return may_make_room or is_another_on_its_way(state, model, record, member)\n    return True\n",
-        "        return may_make_room or is_another_on_its_way(state, model, record, member)\n    return False\n",
-    ),
-    Mutant(
-        "a trainer without room waits for a shard that has died",
-        " or member.report.closing or len(replica.members) == replica.shards:\n        return False\n",
-        " or member.report.closing:\n        return False\n",
-    ),
-    Mutant(
-        "spot workers count for retention",
-        "        return not (member.report.closing or is_inside or is_worse)\n",
-        "        return not (member.report.closing or is_inside)\n",
-    ),
-    Mutant(
         "a restarted server waits for a worker that never shows what it knows",
         "    if all(_asked_for_s(state, model, state.known(each)) >= state.settings.lease_s for each in roll.witnessed):\n",
         "    if not roll.witnessed:\n",
-    ),
-    Mutant(
-        "a closing worker relies on a worker that may drop the version",
-        "        if member.holds(version) and member.will_keep(version):\n",
-        "        if member.holds(version):\n",
-    ),
-    Mutant(
-        "a closing worker waits for one that cannot read",
-        "        return AFTER_FAILURES if member.turns_lost else AT_ONCE\n",
-        "        return AT_ONCE\n",
-    ),
-    Mutant(
-        "closing workers rely on each other",
-        "        if not is_copy and not is_self and is_to_copy_ahead and comes_first:\n",
-        "        if not is_copy and not is_self and is_to_copy_ahead:\n",
     ),
     Mutant(
         "a released host copy counts again",
@@ -536,11 +454,6 @@ MUTANTS = (
         "must go first.\n            worker.want(worker.memory.stop_serving())\n",
     ),
     Mutant(
-        "host copies are released right after a restart",
-        "    if not model.roll.is_over:\n        return HostCopyOrders()\n",
-        "",
-    ),
-    Mutant(
         "tensors change while they are copied to host memory",
         "    if worker.memory.is_drained and worker.copies.copying is None and not is_ahead(worker):\n",
         "    if worker.memory.is_drained and not is_ahead(worker):\n",
@@ -578,11 +491,6 @@ MUTANTS = (
         "a reader of an abandoned host copy waits for its deadline",
         "            if is_stuck or source.turns_lost > member.turns_lost:",
         "            if source.turns_lost > member.turns_lost:",
-    ),
-    Mutant(
-        "two replicas of different layouts drop the established version together",
-        "    counts_all = is_other_cut and member.layout_key.is_boxed and not has_begun and not is_half\n",
-        "    counts_all = False\n",
     ),
     Mutant(
         "an update goes back because one shard is still filling",
@@ -724,16 +632,6 @@ MUTANTS = (
         "        return self.is_drained\n",
     ),
     Mutant(
-        "host copies are released in the first lease",
-        "    return tuple(number for number in found if number in old or not state.is_recovering)\n",
-        "    return tuple(found)\n",
-    ),
-    Mutant(
-        "without room the established version is dropped before others leave theirs",
-        "    if is_squeezed and not member.report.closing and _makes_room(state, member):\n",
-        "    if False:\n",
-    ),
-    Mutant(
         "a reader without a source is not told of a new one",
         "    if wanted is not None and is_looking(state, member, wanted):\n",
         "    if False:\n",
@@ -747,11 +645,6 @@ MUTANTS = (
         "a call is not told that its version is lost",
         "        found += [loss_of(call.version)] if call.version is not None else [SERVICE]\n",
         "        found += [SERVICE]\n",
-    ),
-    Mutant(
-        "workers of another layout never take over a closing worker's version",
-        "    return Handover(tuple([candidate.member.worker for candidate in best[1]]), is_across=True)\n",
-        "    return its_own\n",
     ),
     Mutant(
         "readers stay at a host copy that is not filled further",
@@ -922,5 +815,100 @@ MUTANTS = (
         "a reader in the same site reads across as well",
         "    if is_its_turn and (read.grant.to_host or not isinstance(buffer, Holding | Withdrawing)):\n",
         "    if is_its_turn:\n",
+    ),
+    Mutant(
+        "the last reliable holder withdraws without a host copy",
+        "    if _has_room(member, record.version) or _makes_room(state, member):\n        return True\n",
+        "",
+    ),
+    Mutant(
+        "spot workers count for retention",
+        "    needs_reliable = leaver.hello.reliable and not _is_left_to_spot(state, model, record, leaver)\n",
+        "    needs_reliable = False\n",
+    ),
+    Mutant(
+        "closing workers rely on each other",
+        "        if other is leaver or other.report.closing or (needs_reliable and not other.hello.reliable):\n",
+        "        if other is leaver or (needs_reliable and not other.hello.reliable):\n",
+    ),
+    Mutant(
+        "the newest established version is dropped",
+        "            outliving[version] = None\n",
+        "",
+    ),
+    Mutant(
+        "a version is established by its publisher alone",
+        "            worker.replica not in record.publishers and _has_it_to_stay(",
+        "            _has_it_to_stay(",
+    ),
+    Mutant(
+        "a version is established by a worker that wants to leave it",
+        "    return member.will_hold(version) or member.has_whole_copy(version)\n\n\ndef _is_to_be_kept",
+        "    return member.holds(version) or member.has_whole_copy(version)\n\n\ndef _is_to_be_kept",
+    ),
+    Mutant(
+        "the established version is kept by its publisher alone",
+        "    return member.worker.replica not in record.publishers and member.will_keep(record.version)\n",
+        "    return member.will_keep(record.version)\n",
+    ),
+    Mutant(
+        "workers that leave a version together rely on each other",
+        "        is_before = leaver.report.closing or _rank(other, version) < rank\n",
+        "        is_before = True\n",
+    ),
+    Mutant(
+        "each replica copies the established version",
+        "        if _keeper(state, record, leaver) is not leaver:\n            return True\n",
+        "",
+    ),
+    Mutant(
+        "readers wait behind a worker that has to copy what it holds first",
+        "    if not has_all and (not is_filling or is_late):\n",
+        "    if not has_all and not is_filling:\n",
+    ),
+    Mutant(
+        "without room for copies all replicas leave the established version at once",
+        " or _is_another_on_its_way(state, model, member, record)\n",
+        "\n",
+    ),
+    Mutant(
+        "two replicas of different layouts wait for each other",
+        " and not replica.missing() and not waits:\n",
+        " and not replica.missing():\n",
+    ),
+    Mutant(
+        "a trainer without room waits for a shard that has died",
+        "    if not layouts.is_whole(state, model, record):\n        return False\n    return _insists",
+        "    return _insists",
+    ),
+    Mutant(
+        "a trainer loses its version where there is no room for a copy",
+        "    return _insists(state, model, member, record.version) or _is",
+        "    return _is",
+    ),
+    Mutant(
+        "a closing worker leaves before another one has its version",
+        "        return not buffer.impatient and bool(_heirs(state, model, record, member))\n",
+        "        return False\n",
+    ),
+    Mutant(
+        "a closing worker waits for one that cannot read",
+        "    return member.turns_lost, not member.hello.reliable, not _gets_it",
+        "    return not member.hello.reliable, not _gets_it",
+    ),
+    Mutant(
+        "workers of another layout never take over a closing worker's version",
+        "    for layout_set in model.layout_sets if layouts.is_readable(record, key) else ():\n        found = _heirs_in",
+        "    for layout_set in ():\n        found = _heirs_in",
+    ),
+    Mutant(
+        "a host copy is made ahead though other reliable workers may have the version",
+        " or layouts.has_company(model, member):\n",
+        ":\n",
+    ),
+    Mutant(
+        "host copies are released in the first lease",
+        "        and (not state.is_recovering or (newest is not None and copy.version < newest))\n",
+        "",
     ),
 )

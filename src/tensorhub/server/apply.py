@@ -2,18 +2,15 @@
 
 from math import inf
 
-from ..protocol.names import Version, WorkerId
+from ..protocol.names import Version
 from . import retention
 from .groups import GroupCall, Replica
-from .members import ARRIVALS, NEWS, CopyCandidates, LayoutKey, LayoutSet, Member, loss_of, plain_layout_set
+from .members import ARRIVALS, NEWS, LayoutKey, LayoutSet, Member, loss_of, plain_layout_set
 from .reads import Drained
 from .state import State
-from .versions import Model, VersionRecord
+from .versions import Model
 
 # --- The layout key of each worker, and what follows when it changes: called when a report names another layout.
-
-
-MAX_PUBLISHERS = 8  # replicas that publish one version: where more workers are relied on, some are no publishers
 
 
 def note_layout_key(state: State, member: Member) -> None:
@@ -66,21 +63,11 @@ def _is_mixture(before: LayoutSet | None, keys: LayoutSet) -> bool:
 
 
 def note_company(state: State, model: Model, key: LayoutKey) -> None:
-    """The key's only reliable worker gets company, or loses it: it may have to copy other versions ahead."""
+    """The key's only reliable worker gets company, or loses it: it may have to copy what it holds ahead."""
     reliable = model.reliable.get(key, {})
     member = state.members.get(next(iter(reliable))) if len(reliable) == 1 else None
     if member is not None and (member.content.copies or member.report.copies_left):
         state.mark_dirty(member.worker)
-
-
-def note_leaver(model: Model, key: LayoutKey) -> None:
-    """A worker with that key leaves. If it was the last reliable one, copies on spot workers may be enough now."""
-    reliable = [worker for worker in model.reliable.get(key, {}) if worker not in model.closing]
-    if len(reliable) > MAX_PUBLISHERS:
-        return
-    for version, record in model.versions.items():
-        if not record.is_established and all(worker.replica in record.publishers for worker in reliable):
-            model.changed[version] = None
 
 
 # --- group calls ---
@@ -150,8 +137,6 @@ def _wake_for_news(state: State, model: Model) -> None:
     turned = [version for version in {**before, **after} if (version in before) != (version in after)]
     if former is None or former[1:] != now[1:]:
         state.mark_waiting_dirty(model, NEWS, *map(loss_of, turned))
-    if former is None or former.newest_established != now.newest_established:
-        choose_copiers(state, model)
 
 
 def _say_losses(state: State, model: Model, lost: list[Version], back: list[Version]) -> None:
@@ -160,54 +145,3 @@ def _say_losses(state: State, model: Model, lost: list[Version], back: list[Vers
     state.said += [f"{failure.message}; {failure.hint}" for failure in failures]
     state.said += [f"version {version} of {model.name} is back" for version in back]
     state.counters["lost_versions"] += len(lost)
-
-
-# --- which worker makes a host copy ahead of need ---------------------------------------------------------------------
-
-
-def offer_copy_candidate(state: State, model: Model, member: Member) -> None:
-    """The member may be the one to make a copy of the newest established version, or not be it any more."""
-    version = model.newest_established
-    if version is not None:
-        record = model.look_up(version)
-        copy_candidates = record.copy_candidates.get(member.layout_key)
-        if retention.may_copy_ahead(state, model, record, member):
-            copy_candidates = copy_candidates or record.copy_candidates.setdefault(member.layout_key, CopyCandidates())
-            is_news = copy_candidates.offer(retention.rank(member, record))
-        else:
-            is_news = copy_candidates is not None and copy_candidates.withdraw(member.worker)
-        if is_news:
-            choose_copier(state, model, record, member.layout_key)
-
-
-def choose_copiers(state: State, model: Model) -> None:
-    """Another version is the newest established one."""
-    version = model.newest_established
-    if version is None:
-        return
-    record = model.look_up(version)
-    for key, whole in record.whole.items():
-        copy_candidates = record.copy_candidates.setdefault(key, CopyCandidates())
-        for member in map(state.members.get, whole):
-            if member is not None and retention.may_copy_ahead(state, model, record, member):
-                copy_candidates.offer(retention.rank(member, record))
-        choose_copier(state, model, record, key)
-
-
-def choose_copier(state: State, model: Model, record: VersionRecord, key: LayoutKey) -> None:
-    """Choose among the candidates. The chosen worker and the former one are decided for again."""
-    copy_candidates = record.copy_candidates.get(key)
-    if copy_candidates is None:
-        return
-
-    def is_able(worker: WorkerId) -> bool:
-        member = state.members.get(worker)
-        return member is not None and retention.may_copy_ahead(state, model, record, member)
-
-    chosen = copy_candidates.best(is_able)
-    if chosen == copy_candidates.chosen:
-        return
-    for worker in (copy_candidates.chosen, chosen):
-        if worker is not None and worker in state.members:
-            state.mark_dirty(worker)
-    copy_candidates.chosen = chosen

@@ -303,7 +303,7 @@ def _why_stuck(state: State, model: Model, replica: Replica) -> Failure | None:
         member = state.members.get(worker)
         if member is None or not isinstance(member.content.buffer, Withdrawing):
             continue
-        failure = retention.why_stuck(state, model, replica, member)
+        failure = retention.why_stuck(state, model, member)
         if failure is not None:
             return failure
     return None

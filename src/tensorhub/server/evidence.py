@@ -20,7 +20,6 @@ from ..protocol.messages import (
     add_up,
 )
 from ..protocol.names import Digest, ReplicaName, Shard, Version, WorkerId, era_in, is_tiled
-from . import apply, retention
 from . import state as facts
 from .groups import Replica
 from .members import (
@@ -463,9 +462,6 @@ def judge_content(
     if isinstance(buffer, WHOLE) and buffer.published:
         replica.publishes = True
         model.record(buffer.version).publishers[replica.name] = None
-        if type(former.buffer) is not type(buffer) or former.held != buffer.version:
-            member.rested_at = state.now + retention.REST_S
-            state.members.wake(member, member.rested_at)
     for copy in copies:
         if copy.published and copy.whole and not copy.dropping:  # else it may be of other content
             model.record(copy.version).publishers[replica.name] = None
@@ -608,8 +604,6 @@ def _take_pins(state: State, model: Model, member: Member, before: Report) -> bo
         model.note_pins(member.worker, report.pins[:MAX_PINS])
     if report.closing and not before.closing:
         model.closing[member.worker] = None
-        member.closing_since = state.now
-        apply.note_leaver(model, member.layout_key)
     return is_news
 
 

@@ -186,22 +186,6 @@ def has_company(model: Model, member: Member) -> bool:
     )
 
 
-def is_relied_on(member: Member, record: VersionRecord) -> bool:
-    """It has the version, and gives it up only when it is told that it may."""
-    return member.hello.reliable and member.will_keep(record.version)
-
-
-def is_kept_by_spot(state: State, record: VersionRecord, key: LayoutKey) -> bool:
-    """A spot worker has all of the version and does not leave it."""
-    for worker in record.whole.get(key, {}):
-        member = state.members.get(worker)
-        if member is None or not member.is_connected or member.report.closing or member.hello.reliable:
-            continue
-        if member.will_stay(record.version) or member.has_whole_copy(record.version):
-            return True
-    return False
-
-
 # --- The layouts of the living replicas of a model. A publisher divides its tensors into tiles for all of them.
 
 

@@ -253,7 +253,6 @@ class Server:
         if is_here:
             reads.decide_read(state, model, member, wanted)
         model.watches.watch(member.worker, interests_of(state, model, replica, member, wanted))
-        apply.offer_copy_candidate(state, model, member)
         member.settled_at = state.happened
 
     def _advance(self, model: Model, replica: Replica) -> None:
@@ -280,11 +279,11 @@ class Server:
         state = self.state
         model, replica = state.place(member)
         reported = member.report.call
-        needless = retention.copies_to_let_go(state, model, replica, member)
+        needless = retention.copies_to_let_go(state, model, member)
         apply.let_go(state, model, member, needless)  # that makes room, for which it may wait
         drained = reads.drained_version(state, model, member)
         apply.note_drained(state, member, drained)  # what it keeps no more, it may have to fetch
-        copies = retention.host_copy_orders(state, model, replica, member)
+        offload = retention.version_to_copy(state, model, member)
         release = retention.copies_to_release(state, model, member)
         current = state.reads.current.get(member.worker)
         is_whole = admission.is_whole(state, model, replica)
@@ -293,8 +292,8 @@ class Server:
             answer=replica.answer(member.shard, reported, is_whole=is_whole) if reported is not None else None,
             grant=current.grant if current is not None else None,
             drained=drained.version,
-            offload=copies.offload,
-            fetch=copies.fetch,
+            offload=offload,
+            fetch=retention.version_to_fetch(state, model, replica, member),
             release=release,
             receipts=evidence.owed(state, model, member),
             ceiling=state.numbers.ceiling,

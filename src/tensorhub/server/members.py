@@ -2,7 +2,7 @@
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple, TypeVar
@@ -229,51 +229,6 @@ NOTHING = Content(Empty(), (), LayoutKey(1, Shard(0)))
 def version_in(buffer: Buffer | None) -> Version | None:
     """The version that the buffer has, whole or in part."""
     return buffer.version if isinstance(buffer, (Filling, *WHOLE)) else None
-
-
-# --- Candidates for a host copy ahead of need, the best first. One table for each shard of a version.
-
-
-ROOM = 16  # former ranks that may stay
-Rank = tuple[bool, bool, WorkerId]  # smaller is better
-
-
-class CopyCandidates:
-    """A candidate stays until it is found to be unable, or offered with another rank."""
-
-    def __init__(self) -> None:
-        self.chosen: WorkerId | None = None  # the best candidate when last asked
-        self._ranks: dict[WorkerId, Rank] = {}
-        self._heap: list[Rank] = []
-
-    def offer(self, rank: Rank) -> bool:
-        """Adds a candidate; its worker is the last part of its rank. Returns whether the rank is new."""
-        worker = rank[-1]
-        if self._ranks.get(worker) == rank:
-            return False
-        self._ranks[worker] = rank
-        heapq.heappush(self._heap, rank)
-        if len(self._heap) > 2 * len(self._ranks) + ROOM:
-            self._heap = sorted(self._ranks.values())  # which is a heap
-        return True
-
-    def withdraw(self, worker: WorkerId) -> bool:
-        """Removes a candidate that cannot copy any more. Returns whether it was the chosen one."""
-        self._ranks.pop(worker, None)
-        return self.chosen == worker
-
-    def best(self, is_able: Callable[[WorkerId], bool]) -> WorkerId | None:
-        """The best candidate that is able; others before it are forgotten."""
-        while self._heap:
-            rank = self._heap[0]
-            worker = rank[-1]
-            is_present = self._ranks.get(worker) == rank
-            if is_present and is_able(worker):
-                return worker
-            heapq.heappop(self._heap)
-            if is_present:
-                del self._ranks[worker]
-        return None
 
 
 # --- Watches: the topics that each member of a model waits for.
@@ -639,9 +594,7 @@ class Member:
     report_s: float = 0.0  # the pause between reports that it was last told
     is_drained: bool = False  # true once it was told that its buffer has no readers: none may begin
     releasing: dict[int, None] = field(default_factory=dict)  # numbers of host copies that it was told to drop
-    closing_since: float = inf
     conflict: Digest = Digest("")  # the root of its buffer, if it differs from the version's
-    rested_at: float = inf  # from then on readers of its publish may be slow
     wakes_at: float = inf  # when to decide for it again without a report
     queued_at: float = inf  # its valid entry in the queue of times
 

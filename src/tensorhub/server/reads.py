@@ -59,13 +59,9 @@ def drained_version(state: State, model: Model, member: Member) -> Drained:
         why = "no worker that is here has all of the newer version, so this one is kept"
         return Drained(None, state.now + AGAIN * state.report_s, why)
     if retention.must_stay(state, model, member):
-        patience_until = member.closing_since + state.settings.spot_handover_s
-        is_patient = member.report.closing and patience_until > state.now
         where = "in another worker" if member.report.closing else "in host memory"
         why = f"it has the last copy of version {buffer.version}, which must be kept, until there is one {where}"
-        return Drained(None, patience_until if is_patient else inf, why)
-    if retention.is_in_doubt(state, model, member):
-        return Drained(why=f"version {buffer.version} may be lost, and other shards of {member.hello.replica} are away")
+        return Drained(why=why)
     if buffer.impatient:
         return Drained(buffer.version)
     record = model.versions.get(buffer.version)
@@ -266,7 +262,7 @@ def _is_elected(state: State, model: Model, record: VersionRecord, member: Membe
         read = state.reads.current.get(other.worker)
         if other is member or other.hello.site != member.hello.site or read is None or read.version != record.version:
             continue
-        if other.turns_lost > member.turns_lost or retention.waits_for_its_readers(state, other, record.version):
+        if other.turns_lost > member.turns_lost:
             continue
         if (
             read.is_across
@@ -391,16 +387,15 @@ def decide_read(state: State, model: Model, member: Member, wanted: Wanted | Non
         source = state.members.get(current.source)
         if source is None or not _is_to_be_left(state, source, current):
             return
-        waits_for_us = not current.from_host and retention.waits_for_its_readers(state, source, current.version)
         # it has a part and does nothing for the rest: where that is all read, any that has the whole is better
         is_paused = not facts.is_leaving(source, current.version, current.from_host)
         is_stuck = is_paused and slow.is_still(state, current)
-        may_leave, may_doubt = waits_for_us, not facts.is_here(state, source)
+        may_doubt = not facts.is_here(state, source)
         others = [
             candidate
             for candidate in sources.candidates(state, model, record, member)
             if (is_stuck and candidate.is_full)
-            or ((may_leave or not candidate.is_withdrawing) and (may_doubt or not candidate.is_doubtful))
+            or (not candidate.is_withdrawing and (may_doubt or not candidate.is_doubtful))
         ]
         is_cut = _is_impatient(source, current.version) and not current.from_host
         if choose_source(others, now=state.now) is None and not is_cut:
@@ -472,9 +467,7 @@ def _is_to_be_left(state: State, source: Member, read: OpenRead) -> bool:
     if facts.is_full(source, read.version, from_host):
         return False
     its_own = state.reads.current.get(read.source)
-    if its_own is None or its_own.version != read.version or its_own.grant.to_host != from_host:
-        return True
-    return not from_host and retention.waits_for_its_readers(state, source, read.version)
+    return its_own is None or its_own.version != read.version or its_own.grant.to_host != from_host
 
 
 def _is_impatient(source: Member, version: Version) -> bool:
@@ -572,7 +565,7 @@ def interests_of(
         found += [
             references_of(version, each) for version in kept for layout_set in model.layout_sets for each in layout_set
         ]
-    if retention.leaves_last(state, member):  # until others have what they are on their way to, or give it up
+    if retention.leaves_last(state, model, member):  # until others have what they are on their way to, or give it up
         found.append(ARRIVALS)
         if call is not None and call.version is not None:
             found += [

@@ -1,95 +1,36 @@
-"""Rules: which versions are kept, and which worker makes, fetches or releases a host copy."""
+"""Rules: which versions are kept, and which worker makes, fetches or releases a host copy.
 
-from collections.abc import Iterable, Iterator
-from math import inf
-from typing import NamedTuple
+A version is kept while it is among the newest `retain` of its model or pinned. So is the newest *established* version:
+the newest that was whole outside the replicas that published it. For each shard of a kept version a worker has it in
+its tensors, or has a host copy.
+
+- A worker that is about to give up the last one copies it to host memory first. Of several that leave it together the
+  first one by name keeps it. Without room the call fails, and the worker goes on holding.
+- A worker that closes with the last one waits until one other worker has fetched a copy.
+- A host copy goes when its version is not kept any more, or when other workers have it.
+"""
+
+from collections.abc import Iterator
 
 from ..protocol.messages import Failure, Filling, Holding, HostCopy, Withdrawing
 from ..protocol.names import Version, WorkerId
-from . import admission, layouts
+from . import admission, ahead, layouts
 from . import state as facts
-from .groups import GroupCall, Replica
-from .members import LayoutKey, LayoutSet, Member, Rank
+from .groups import Replica
+from .members import LayoutKey, LayoutSet, Member
 from .state import State
 from .versions import Model, VersionRecord
 
-# --- What a worker fetches into host memory ahead of its caller's call.
+# --- Whether other workers have a shard, so that a worker may give up what it has of it.
 #
-# Its caller asks for a version, its settings say that it always fetches the newest one, or its site lacks the newest
-# version and *elects* it to fetch that.
-
-
-def wanted_ahead(state: State, model: Model, member: Member) -> Iterator[Version]:
-    """Versions that it should have a host copy of, beside those it keeps for others; the most important first."""
-    wished, latest = _wished(model, member), _latest(model, member)
-    if wished is not None:
-        yield wished
-    if latest is not None and _fetches(state, model, member, latest):
-        yield latest
-
-
-def is_wanted_ahead(state: State, model: Model, member: Member, version: Version) -> bool:
-    """The version is one of those."""
-    if version == _wished(model, member):
-        return True
-    return version == _latest(model, member) and _fetches(state, model, member, version)
-
-
-def _wished(model: Model, member: Member) -> Version | None:
-    wish = member.report.prefetch
-    return model.resolve(wish)[0] if wish is not None else None
-
-
-def _latest(model: Model, member: Member) -> Version | None:
-    if model.replicas[member.hello.replica].publishes:
-        return None
-    return model.latest
-
-
-def _fetches(state: State, model: Model, member: Member, latest: Version) -> bool:
-    return member.hello.prefetch == "always" or is_elected(state, model, model.look_up(latest), member)
-
-
-def is_elected(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
-    """The member is to fetch the version ahead for its site, which has nothing of it."""
-    site, key = member.hello.site, member.layout_key
-    if len(model.sites) < 2 or not _is_able(state, model, member, record):
-        return False
-    current = state.reads.current.get(member.worker)
-    is_begun = current is not None and current.version == record.version and current.grant.to_host
-    if (is_begun and not member.is_dropping_copy(record.version)) or member.copy(record.version) is not None:
-        return True  # it was elected before, and has begun
-    for worker in record.holders.get(key, {}):
-        other = state.members.get(worker)
-        if other is None or other.hello.site != site or worker == member.worker:
-            continue
-        if other.turns_lost > member.turns_lost and worker not in record.whole.get(key, {}):
-            continue
-        if not facts.is_silent(state, other):  # a worker whose connection broke is back in a moment
-            return False
-    mates = [mate for mate in facts.members_of(state, model, key) if mate.hello.site == site]
-    able = [mate for mate in mates if _is_able(state, model, mate, record)]
-    return min(able, key=lambda mate: (mate.turns_lost, mate.worker)) is member
-
-
-def _is_able(state: State, model: Model, member: Member, record: VersionRecord) -> bool:
-    report = member.report
-    if model.replicas[member.hello.replica].publishes:
-        return False
-    has_room = report.copies_left > 0 or member.copy(record.version) is not None
-    is_staying = facts.is_here(state, member) and not report.closing and layouts.may_fit(model, record, member)
-    return is_staying and has_room and member.hello.prefetch != "never"
-
-
-# --- The newest *established* version: the one that is safe enough to be the only one left.
-#
-# A version is established once each of its shards has been whole outside the replicas that published it: in a reliable
-# worker if one lives there, else in a spot worker. A worker does not count when it may drop the version, is closing, or
-# withdraws it without room for a copy. The newest established version is retained until a newer one is established,
-# however old it is: versions published since may be lost with their publisher.
-#
-# One worker of each shard makes a host copy for that, ahead of need, while its caller computes. Without time it copies
-# before it leaves the version. Without room it leaves the version after the others.
+# Rules:
+# - A worker counts that holds the version and does not withdraw it, or has a whole host copy. A closing one does not.
+# - For what a reliable worker gives up only reliable workers count.
+# - Workers have an order, by name among equals. Of those that leave a version together, and of host copies, one relies
+#   only on those before it.
+# - Of the established version one worker outside the publishers is the *keeper*, the first one in the order. The others
+#   rely on it, and it relies on none with its layout: what was published since may be lost with its publisher.
+# - Workers of another layout count if together they have all of the version.
 
 
 def newly_established(state: State, model: Model) -> list[VersionRecord]:
@@ -100,485 +41,305 @@ def newly_established(state: State, model: Model) -> list[VersionRecord]:
 
 
 def _is_whole_outside(state: State, model: Model, record: VersionRecord) -> bool:
-    return any(_is_set_outside(state, model, record, layout_set) for layout_set in model.known_layout_sets())
-
-
-def _is_set_outside(state: State, model: Model, record: VersionRecord, layout_set: LayoutSet) -> bool:
-    for key in layout_set:
-        reliable = model.reliable.get(key, {})
-        needs_reliable = any(w.replica not in record.publishers and w not in model.closing for w in reliable)
-        if not any(
-            _has_it_to_stay(state, model, worker, record.version)
+    def is_outside(key: LayoutKey) -> bool:
+        return any(
+            worker.replica not in record.publishers and _has_it_to_stay(state.members.get(worker), record.version)
             for worker in record.whole.get(key, {})
-            if worker.replica not in record.publishers and (worker in reliable or not needs_reliable)
-        ):
-            return False
-    return True
+        )
+
+    return any(all(map(is_outside, layout_set)) for layout_set in model.known_layout_sets())
 
 
-def _has_it_to_stay(state: State, model: Model, worker: WorkerId, version: Version) -> bool:
-    """It keeps the version until the server tells it otherwise, and has room to keep it."""
-    member = state.members.get(worker)
-    if member is None or not member.will_keep(version):
+def _has_it_to_stay(member: Member | None, version: Version) -> bool:
+    """It holds the version, or has a host copy, and wants to leave neither."""
+    if member is None or member.report.closing:
         return False
-    if member.will_hold(version) or member.copy(version) is not None or member.report.copies_left:
+    return member.will_hold(version) or member.has_whole_copy(version)
+
+
+def _is_to_be_kept(model: Model, member: Member, version: Version) -> bool:
+    """What the member has of it counts: the version is kept, and not only outside its publishers."""
+    if version in model.glance().anywhere:
         return True
-    return member.hello.reliable and facts.is_retained(state, model, member, version)  # then it waits for room
+    return version in model.retained() and member.worker.replica not in model.look_up(version).publishers
 
 
-def _is_all_outside(model: Model, record: VersionRecord) -> bool:
-    """Each shard has a holder outside its publishers, reliable or spot."""
-    return any(
-        all(any(worker.replica not in record.publishers for worker in record.whole.get(key, {})) for key in layout_set)
-        for layout_set in model.known_layout_sets()
-    )
-
-
-def has_reliable_holder(state: State, model: Model, record: VersionRecord, leaver: Member) -> bool:
-    """Another reliable worker keeps the leaver's shard.
-
-    For the newest established version, outside its publishers: it outlives them.
-    """
-    reliable = model.reliable.get(leaver.layout_key, {})
-    must_be_outside = record.version in model.glance().outliving and leaver.worker.replica not in record.publishers
-    for worker in record.whole.get(leaver.layout_key, {}):
-        if worker not in reliable or (must_be_outside and worker.replica in record.publishers):
-            continue
-        member = state.members.get(worker)
-        if member is not None and member.will_keep(record.version):
+def _is_kept_by_others(state: State, model: Model, record: VersionRecord, leaver: Member, *, is_copy: bool) -> bool:
+    """The leaver's buffer may go, or its host copy (`is_copy`): the version stays without it."""
+    version, key, rank = record.version, leaver.layout_key, _rank(leaver, record.version)
+    has_another = leaver.will_hold(version) if is_copy else leaver.has_whole_copy(version)
+    if has_another and not leaver.report.closing:
+        return True
+    if version in model.glance().outliving and leaver.worker.replica not in record.publishers:
+        if _keeper(state, record, leaver) is not leaver:
             return True
 
-    def counts(member: Member) -> bool:
-        is_inside = must_be_outside and member.worker.replica in record.publishers
-        return member.hello.reliable and not is_inside and member is not leaver and member.will_keep(record.version)
+        def is_before(other: Member) -> bool:
+            return _keeps(other, record) and (leaver.report.closing or _rank(other, version) < rank)
 
-    return layouts.is_in_another_layout(state, model, record, leaver.layout_key, counts)
+        return layouts.is_in_another_layout(state, model, record, key, is_before)
+    needs_reliable = leaver.hello.reliable and not _is_left_to_spot(state, model, record, leaver)
 
+    def counts(other: Member) -> bool:
+        if other is leaver or other.report.closing or (needs_reliable and not other.hello.reliable):
+            return False
+        is_before = leaver.report.closing or _rank(other, version) < rank
+        if other.will_hold(version):
+            return True
+        if other.has_whole_copy(version):
+            return is_before or not is_copy
+        return is_before and not is_copy and other.holds_until_told(version)
 
-def is_to_copy_ahead(model: Model, member: Member) -> bool:
-    """It holds the newest established version, and was chosen to copy it ahead of need."""
-    buffer = member.content.buffer
-    if not isinstance(buffer, Holding) or buffer.version != model.newest_established:
-        return False
-    copy_candidates = model.look_up(buffer.version).copy_candidates.get(member.layout_key)
-    return copy_candidates is not None and copy_candidates.chosen == member.worker
-
-
-def may_copy_ahead(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
-    """It has all of the version and could make a copy of it ahead of need."""
-    if member.worker not in record.whole.get(member.layout_key, {}):
-        return False
-    return _may_copy_ahead(state, model, record, member)
-
-
-def _may_copy_ahead(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
-    report = member.report
-    if member.worker.replica in record.publishers or report.closing or not member.is_connected:
-        return False
-    if report.copy_error is not None:
-        return False
-    if not member.hello.reliable and has_reliable_holder(state, model, record, member):
-        return False
-    fetches = member.hello.prefetch != "never" or report.prefetch is not None
-    spare = 1 if fetches else 0  # room for what it fetches ahead
-    return member.copy(record.version) is not None or report.copies_left > spare
+    whole, reliable = record.whole.get(key, {}), model.reliable.get(key, {})
+    for worker in reliable if needs_reliable else whole:
+        if worker in whole and counts(state.known(worker)):
+            return True
+    return layouts.is_in_another_layout(state, model, record, key, counts)
 
 
-def rank(member: Member, record: VersionRecord) -> Rank:
-    """The order among workers that could copy ahead of need."""
-    return not member.hello.reliable, member.copy(record.version) is None, member.worker
+def _keeper(state: State, record: VersionRecord, leaver: Member) -> Member:
+    """The one worker outside the publishers that keeps the leaver's shard of the established version; itself, if none.
 
-
-def is_another_on_its_way(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
-    """Another replica leaves this version for a newer one, or has left it: it has that one before this one must leave.
-
-    No worker is waited for once all of what this one wants is outside its publishers, in one replica or in several: two
-    of them that have half of it each would wait for each other. For the same reason a replica of which a shard has left
-    waits for no replica that gets an older version than itself, and for none with another layout: it was to go
-    first, and the others wait for it.
+    It stays the same as long as it can: the others may go at once, and need no memory for a copy.
     """
-    version, own_replica = record.version, model.replicas[member.hello.replica]
-    own = facts.wanted_version(own_replica, member)
-    if own is not None and own > version and _is_all_outside(model, model.look_up(own)):
+    key, version = leaver.layout_key, record.version
+    worker = record.keepers.get(key)
+    keeper = state.members.get(worker) if worker is not None else None
+    if keeper is None or not _keeps(keeper, record):
+        able = [each for each in map(state.members.get, record.whole.get(key, {})) if each and _keeps(each, record)]
+        keeper = min(able, key=lambda each: _rank(each, version), default=leaver)
+    elif _keeps(leaver, record) and _has_room(leaver, version) and not _has_room(keeper, version):
+        keeper = leaver
+    record.keepers[key] = keeper.worker
+    return keeper
+
+
+def _keeps(member: Member, record: VersionRecord) -> bool:
+    """It is outside the publishers, and has the version until it is told that it may give it up."""
+    return member.worker.replica not in record.publishers and member.will_keep(record.version)
+
+
+def _rank(member: Member, version: Version) -> tuple[bool, bool, WorkerId]:
+    """Which one keeps a version that several leave: the first one by name, of those that have room for a copy."""
+    return not _has_room(member, version), not member.hello.reliable, member.worker
+
+
+def _has_room(member: Member, version: Version) -> bool:
+    """It has a host copy of the version, whole or not, or may make one."""
+    if member.copy(version) is not None:
+        return True
+    return bool(member.report.copies_left) and member.report.copy_error is None
+
+
+# --- A worker that withdraws a version, or closes.
+
+
+def must_stay(state: State, model: Model, member: Member) -> bool:
+    """The worker's buffer has the last shard of a version that is kept, and that can still be saved."""
+    buffer, error = member.content.buffer, member.report.copy_error
+    if not isinstance(buffer, Withdrawing) or not _is_to_be_kept(model, member, buffer.version):
         return False
-    has_begun = any(_has_left(each, record) for each in _members(state, own_replica) if each is not member)
-    least = own if has_begun and own is not None else version + 1
+    if error is not None and error.code == "corrupt-transfer":
+        return False  # its tensors were changed while they were published: there is nothing left to keep
+    record = model.look_up(buffer.version)
+    if _is_kept_by_others(state, model, record, member, is_copy=False):
+        return False
+    if member.report.closing:
+        return not buffer.impatient and bool(_heirs(state, model, record, member))
+    if _has_room(member, record.version) or _makes_room(state, member):
+        return True
+    if not layouts.is_whole(state, model, record):
+        return False
+    return _insists(state, model, member, record.version) or _is_another_on_its_way(state, model, member, record)
+
+
+def _insists(state: State, model: Model, member: Member, version: Version) -> bool:
+    """It fails its caller's call rather than to lose the version. No rollout's `retain` stops a trainer."""
+    return member.hello.reliable and facts.is_retained(state, model, member, version)
+
+
+def _makes_room(state: State, member: Member) -> bool:
+    """A host copy is on its way out, or may be when a server that has restarted releases copies again."""
+    copies = member.content.copies
+    is_going = any(copy.dropping or copy.number in member.releasing for copy in copies)
+    return is_going or (state.is_recovering and bool(copies))
+
+
+def _is_another_on_its_way(state: State, model: Model, leaver: Member, record: VersionRecord) -> bool:
+    """Another replica gets a newer version: the leaver has no room, and waits until that one is established.
+
+    It waits for none that waits itself and comes before it in the order: they would wait for each other.
+    """
+    rank = _rank(leaver, record.version)
     for replica in model.replicas.values():
         call = replica.call
-        if replica is own_replica or call is None or call.version is None or call.version < least:
+        if call is None or call.is_over or call.verb not in facts.FILLS or replica.name == leaver.hello.replica:
             continue
-        for other in _others(state, replica, call, member, has_begun=has_begun):
-            if _is_on_its_way(record, replica, member, other):
-                return True
+        others = [state.known(worker) for worker in replica.members.values()]
+        waits = any(_wants_to_leave(other, record.version) and _rank(other, record.version) < rank for other in others)
+        if call.version is not None and call.version > record.version and not replica.missing() and not waits:
+            return True
     return False
 
 
-def _others(state: State, replica: Replica, call: GroupCall, member: Member, *, has_begun: bool) -> Iterator[Member]:
-    """Of another replica: the worker with its layout key; all workers if the layout differs, unless it is half there.
-
-    Halves of one layout set add up to a version; halves of two sets do not. A shard that never joins its call is
-    therefore waited for as long as a dead one.
-    """
-    is_half = call.waiting is not None and state.now >= call.began + state.settings.lease_s
-    is_other_cut = replica.layout_set is not None and member.layout_key not in replica.layout_set
-    counts_all = is_other_cut and member.layout_key.is_boxed and not has_begun and not is_half
-    for other in _members(state, replica):
-        if other.layout_key == member.layout_key or (counts_all and other.layout_key.is_boxed):
-            yield other
+def _wants_to_leave(member: Member, version: Version) -> bool:
+    return isinstance(member.content.buffer, Withdrawing) and member.holds_until_told(version)
 
 
-def _members(state: State, replica: Replica) -> Iterator[Member]:
-    for worker in replica.members.values():
-        if worker in state.members:
-            yield state.members[worker]
+def leaves_last(state: State, model: Model, member: Member) -> bool:
+    """It has no room for a copy, and reads nothing until another replica has the newer version."""
+    version = version_to_offload(state, model, member)
+    return version is not None and not _has_room(member, version) and not _makes_room(state, member)
 
 
-def _has_left(member: Member, record: VersionRecord) -> bool:
+def version_to_offload(state: State, model: Model, member: Member) -> Version | None:
+    """What it has to copy to its own host memory before its buffer may change."""
     buffer = member.content.buffer
-    return member.may_drop or not isinstance(buffer, (Holding, Withdrawing)) or buffer.version != record.version
+    if not isinstance(buffer, Withdrawing) or member.report.closing or member.may_drop:
+        return None
+    return buffer.version if must_stay(state, model, member) else None
 
 
-def _is_on_its_way(record: VersionRecord, replica: Replica, member: Member, other: Member) -> bool:
-    if not other.is_connected or other.report.closing:
-        return False
-    wanted = facts.wanted_version(replica, other)
-    if wanted is None or wanted <= record.version:
-        return False
-    return _has_left(other, record) or other.worker > member.worker  # of those that withdraw it the first by name stays
+def why_stuck(state: State, model: Model, member: Member) -> Failure | None:
+    """Why the version that it wants to leave, and may not, cannot be offloaded; None where it can or need not."""
+    report, version = member.report, version_to_offload(state, model, member)
+    if version is None or not _insists(state, model, member, version) or _has_room(member, version):
+        return None
+    if report.copy_error is not None:
+        return report.copy_error
+    buffer, copies = member.content.buffer, member.content.copies
+    is_impatient = isinstance(buffer, Withdrawing) and buffer.impatient
+    if _makes_room(state, member) or (not is_impatient and _needless(state, model, member)):
+        return None  # there will be room, perhaps when readers of an unused copy are done
+    kept = ", ".join(str(copy.version) for copy in copies) or "none"
+    text = (
+        f"{member.worker} is the last reliable holder of version {version} of {model.name}, "
+        f"and its limit on host memory allows no further copy of {report.size_bytes} B (it has: {kept})"
+    )
+    if member.hello.retain > state.settings.default_retain:
+        text = f"{text}; it was opened with retain={member.hello.retain}"
+    return Failure("host-memory-full", text, "raise host_bytes, unpin a version, or add reliable replicas")
 
 
-# --- Handover: chooses the workers that copy a version whose last holders are closing.
+# --- Which workers fetch a copy of what only closing workers have: the heirs.
 #
-# Rules:
-# - A reliable worker with the same layout that can begin at once takes over. It may drop a copy of what its buffer
-#   holds too. Without a reliable one a spot worker takes over, for a while.
-# - Where no worker of that layout can, workers of another layout take over, one for each of its shards that is not
-#   kept elsewhere: they read across. All of them, or none.
-# - Workers whose reads failed, or that still wait for room, come last.
-# - Where no worker can take over, the closing worker does not wait.
+# One worker of the same layout that has room; reliable workers first, and those whose reads have failed last. Where no
+# worker of that layout can, one for each shard of another layout. A closing worker does not wait where there is none.
 
 
 MAX_LOOKED_AT = 256  # workers of one layout key: if none of these has room, another one hardly has
-MAX_COMPARED = 16  # of those that can
 
 
-class Handover(NamedTuple):
-    """The workers that take over. `is_across`: they are of another layout, the same workers for all of its keys."""
-
-    workers: tuple[WorkerId, ...] = ()
-    is_across: bool = False
-
-
-NO_HANDOVER = Handover()
-AT_ONCE, AFTER_FAILURES, WITH_ROOM = range(3)  # when a worker can begin: its reads failed; it waits for room
-
-
-class HandoverCandidate(NamedTuple):
-    """A worker that could take over, and when."""
-
-    member: Member
-    when: int
-
-
-def is_one(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
+def is_heir(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
     """It has to fetch the version from a closing worker."""
-    if member.worker in _handover(state, model, record, member.layout_key).workers:
-        return True
-    if not layouts.can_cross(record, member.layout_key):
-        return False
-    seen: dict[LayoutKey, None] = {member.layout_key: None}
+    seen: dict[tuple[LayoutKey, bool], None] = {}
     for worker in model.closing:
         leaver = state.members.get(worker)
-        if leaver is None or leaver.layout_key not in record.whole or leaver.layout_key in seen:
+        kind = (leaver.layout_key, leaver.hello.reliable) if leaver is not None else None
+        if leaver is None or kind is None or kind in seen or worker not in record.whole.get(leaver.layout_key, {}):
             continue
-        found = _handover(state, model, record, leaver.layout_key)
-        if member.worker in found.workers:
-            return True
-        layout_sets = _layout_sets_of(model, leaver.layout_key) if found.is_across else []
-        seen = {**seen, leaver.layout_key: None, **{key: None for layout_set in layout_sets for key in layout_set}}
-    return False
-
-
-def are_there(state: State, model: Model, record: VersionRecord, leaver: Member) -> bool:
-    """Workers that stay are about to have the version. For spot workers the leaver waits a while only."""
-    if _handover(state, model, record, leaver.layout_key).workers:
-        return True
-    for worker in record.holders.get(leaver.layout_key, {}):
-        member = state.members.get(worker)
-        if member is None or not member.is_connected or member.report.closing:
+        seen[kind] = None
+        if not _is_to_be_kept(model, leaver, record.version):
             continue
-        buffer = member.content.buffer
-        is_filling = isinstance(buffer, Filling) and buffer.version == record.version
-        is_soon_enough = state.now < leaver.closing_since + state.settings.spot_handover_s
-        if is_filling and (member.hello.reliable or is_soon_enough):
+        if _is_kept_by_others(state, model, record, leaver, is_copy=False):
+            continue
+        if any(heir is member for heir in _heirs(state, model, record, leaver)):
             return True
     return False
 
 
-def _handover(state: State, model: Model, record: VersionRecord, key: LayoutKey) -> Handover:
-    """For that layout key: one worker, or several of another layout; none where it is kept, or no worker can."""
-    since = _left_since(state, model, record, key)
-    if since is None or layouts.is_in_another_layout(
-        state, model, record, key, lambda m: layouts.is_relied_on(m, record)
-    ):
-        return NO_HANDOVER
-    candidate = _candidate_of(state, model, record, key, since)
-    its_own = Handover((candidate.member.worker,)) if candidate is not None else NO_HANDOVER
-    if candidate is not None and candidate.when == AT_ONCE:
-        return its_own
-    if layouts.is_kept_by_spot(state, record, key) or not layouts.is_readable(record, key):
-        return its_own
-    others = [
-        _left_since(state, model, record, each) for layout_set in _layout_sets_of(model, key) for each in layout_set
-    ]
-    first = min([since, *[each for each in others if each is not None]])
-    best: tuple[tuple[int, ...], list[HandoverCandidate]] | None = None
-    for number, layout_set in enumerate(model.layout_sets):
-        found = _candidates_in(state, model, record, layout_set, first) if key not in layout_set else None
+def _heirs(state: State, model: Model, record: VersionRecord, leaver: Member) -> list[Member]:
+    key = leaver.layout_key
+    own = _best_heir(state, model, record, key)
+    if own is not None and not own.turns_lost:
+        return [own]
+    for layout_set in model.layout_sets if layouts.is_readable(record, key) else ():
+        found = _heirs_in(state, model, record, layout_set) if key not in layout_set else []
         if found:
-            begun = sum(_has_copy(candidate.member, record) for candidate in found)
-            is_spot = any(not candidate.member.hello.reliable for candidate in found)
-            rank = (max(candidate.when for candidate in found), is_spot, -begun, len(found), number)
-            best = (rank, found) if best is None or rank < best[0] else best
-    if best is None or (candidate is not None and candidate.when <= best[0][0]):
-        return its_own
-    return Handover(tuple([candidate.member.worker for candidate in best[1]]), is_across=True)
+            return found
+    return [own] if own is not None else []
 
 
-def _layout_sets_of(model: Model, key: LayoutKey) -> list[LayoutSet]:
-    return [layout_set for layout_set in model.layout_sets if key in layout_set]
-
-
-def _left_since(state: State, model: Model, record: VersionRecord, key: LayoutKey) -> float | None:
-    """When the first reliable holder of that key began to close; None: a reliable holder stays."""
-    if not model.closing:
-        return None
-    since = inf
-    for worker in record.whole.get(key, {}):
-        member = state.members.get(worker)
-        if member is None or not member.hello.reliable:
-            continue
-        if member.will_keep(record.version):
-            return None
-        if member.report.closing:
-            since = min(since, member.closing_since)
-    return since if since < inf else None
-
-
-def _candidates_in(
-    state: State, model: Model, record: VersionRecord, layout_set: LayoutSet, since: float
-) -> list[HandoverCandidate] | None:
-    """A worker for each key of that layout that is not kept. None where a key has no worker that can."""
+def _heirs_in(state: State, model: Model, record: VersionRecord, layout_set: LayoutSet) -> list[Member]:
+    """A worker for each shard of that layout that is not kept; none where a shard has no worker that can."""
     found = []
     for key in layout_set:
-        if any(layouts.is_relied_on(state.known(worker), record) for worker in record.whole.get(key, {})):
+        if any(_has_it_to_stay(state.members.get(worker), record.version) for worker in record.whole.get(key, {})):
             continue
-        if not any(layouts.readable_layout_sets(model, record, key)):
-            return None  # it has too many shards to be read at once
-        candidate = _candidate_of(state, model, record, key, since)
-        if candidate is not None:
-            found.append(candidate)
-        elif not layouts.is_kept_by_spot(state, record, key):
-            return None
+        heir = _best_heir(state, model, record, key)
+        if heir is None or not any(layouts.readable_layout_sets(model, record, key)):
+            return []
+        found.append(heir)
     return found
 
 
-def _candidate_of(
-    state: State, model: Model, record: VersionRecord, key: LayoutKey, since: float
-) -> HandoverCandidate | None:
-    """A worker with that layout key. None where no worker can, or a spot worker would be nothing new, or late."""
-    reliable = _living(state, model.reliable.get(key, {}))
-    candidate = _best_of(state, model, record, key, reliable, is_reliable=True)
-    if candidate is not None and candidate.when == AT_ONCE:
-        return candidate
-    is_too_late = candidate is None and state.now >= since + state.settings.spot_handover_s
-    if is_too_late or layouts.is_kept_by_spot(state, record, key):
-        return candidate
-    spot = _best_of(state, model, record, key, facts.members_of(state, model, key), is_reliable=False)
-    return spot if candidate is None or (spot is not None and spot.when < candidate.when) else candidate
+def _best_heir(state: State, model: Model, record: VersionRecord, key: LayoutKey) -> Member | None:
+    reliable = [state.known(worker) for worker in list(model.reliable.get(key, {}))[:MAX_LOOKED_AT]]
+    able = [each for each in reliable if _may_inherit(model, each, record)]
+    if not any(not each.turns_lost for each in able):
+        others = [each for each, _ in zip(facts.members_of(state, model, key), range(MAX_LOOKED_AT), strict=False)]
+        able += [each for each in others if not each.hello.reliable and _may_inherit(model, each, record)]
+    return min(able, key=lambda each: _order(each, record), default=None)
 
 
-def _best_of(
-    state: State, model: Model, record: VersionRecord, key: LayoutKey, others: Iterator[Member], *, is_reliable: bool
-) -> HandoverCandidate | None:
-    """The best of those that have begun a copy of it, and of the first others."""
-    able: list[HandoverCandidate] = []
-    for members, has_begun in ((_living(state, record.holders.get(key, {})), True), (others, False)):
-        seen = at_once = 0
-        for member in members:
-            is_meant = (member.hello.reliable or not is_reliable) and (not has_begun or _has_copy(member, record))
-            if not is_meant or not _is_staying(member, record):
-                continue
-            when = _when(state, model, member, record)
-            if when is not None:
-                able.append(HandoverCandidate(member, when))
-                at_once += when == AT_ONCE
-            seen += 1
-            if seen == MAX_LOOKED_AT or at_once == MAX_COMPARED:
-                break
-        if at_once:
-            break
-    return min(able, key=lambda candidate: _rank(candidate, record), default=None)
+def _may_inherit(model: Model, member: Member, record: VersionRecord) -> bool:
+    """It stays, and gets the version already, or has room for a copy, or will have it when another one is gone."""
+    if _has_it_to_stay(member, record.version) or member.report.closing or not layouts.may_fit(model, record, member):
+        return False
+    is_going = any(copy.dropping or copy.number in member.releasing for copy in member.content.copies)
+    return _gets_it(member, record) or (member.is_connected and (bool(member.report.copies_left) or is_going))
 
 
-def _living(state: State, workers: Iterable[WorkerId]) -> Iterator[Member]:
-    for worker in workers:
-        member = state.members.get(worker)
-        if member is not None:
-            yield member
+def _gets_it(member: Member, record: VersionRecord) -> bool:
+    """It has begun a host copy, or fills its buffer with the version."""
+    buffer = member.content.buffer
+    is_filling = isinstance(buffer, Filling) and buffer.version == record.version and member.is_connected
+    return is_filling or member.copy(record.version) is not None
 
 
-def _has_copy(member: Member, record: VersionRecord) -> bool:
-    return member.copy(record.version) is not None
+def _order(member: Member, record: VersionRecord) -> tuple[object, ...]:
+    """The order among heirs; the first one fetches the copy."""
+    return member.turns_lost, not member.hello.reliable, not _gets_it(member, record), member.worker
 
 
-def _rank(candidate: HandoverCandidate, record: VersionRecord) -> tuple[object, ...]:
-    """A worker that has begun, or has room, before one that has to make room; reliable workers first."""
-    member = candidate.member
-    makes_room = not _has_copy(member, record) and not member.report.copies_left
-    return candidate.when, member.turns_lost, not member.hello.reliable, makes_room, member.worker
+def _is_left_to_spot(state: State, model: Model, record: VersionRecord, leaver: Member) -> bool:
+    """The leaver closes, and no reliable worker can take the version over."""
+    if not leaver.report.closing:
+        return False
+    heir = _best_heir(state, model, record, leaver.layout_key)
+    return heir is None or not heir.hello.reliable
 
 
-def _when(state: State, model: Model, member: Member, record: VersionRecord) -> int | None:
-    """When it can begin to fetch the version; None: never, as far as is known."""
-    if not layouts.may_fit(model, record, member):
+# --- What a publisher copies before it has to: the version that it holds, where no other reliable worker may have it.
+#
+# It would have to copy at its next withdrawal, while its caller waits. It has one copy at a time.
+
+
+def _version_to_copy_ahead(model: Model, member: Member) -> Version | None:
+    """What it has to copy, or has copied, while it holds it."""
+    buffer, report = member.content.buffer, member.report
+    if not isinstance(buffer, Holding) or not buffer.published or not member.hello.reliable or report.closing:
         return None
-    filled = facts.wanted_version(state.place(member)[1], member)
-    copies = member.content.copies
-    if member.report.copies_left or any(_gives_way(state, member, copy, record, filled) for copy in copies):
-        return AFTER_FAILURES if member.turns_lost else AT_ONCE
-    is_making_room = any(
-        copy.dropping
-        or copy.number in member.releasing
-        or member.will_stay(copy.version)
-        or copy.version == filled
-        or _is_needless(state, model, member, copy)
-        for copy in copies
-    )
-    return WITH_ROOM if is_making_room else None
+    if buffer.version not in model.glance().anywhere or layouts.has_company(model, member):
+        return None
+    if report.copy_error is not None or any(copy.version != buffer.version for copy in member.content.copies):
+        return None
+    spare = 1 if report.prefetch is not None else 0  # room for what its caller wants
+    return buffer.version if member.copy(buffer.version) is not None or report.copies_left > spare else None
 
 
-def _gives_way(state: State, member: Member, copy: HostCopy, record: VersionRecord, filled: Version | None) -> bool:
-    """It is of the version itself, or can go at once: it has no reader, and its buffer has the same, or soon will."""
-    if copy.version == record.version:
-        return True
-    if any(not read.is_void for read in state.reads.from_copy(member.worker, copy.version)):
-        return False
-    is_going = copy.dropping or copy.number in member.releasing or member.will_stay(copy.version)
-    return is_going or (copy.version == filled and member.can_fill_itself(copy.version))
-
-
-def _is_needless(state: State, model: Model, member: Member, copy: HostCopy) -> bool:
-    """Its worker does not want it, and it need not be kept here: it goes with its last reader."""
-    version = copy.version
-    if version in model.glance().outliving:
-        return False
-    if version in model.retained() and not any(
-        other.hello.reliable and not other.report.closing and other is not member
-        for other in map(state.known, model.buffer_holders.at(version, member.layout_key))
-    ):
-        return False
-    return not is_wanted_ahead(state, model, member, version)
-
-
-def _is_staying(member: Member, record: VersionRecord) -> bool:
-    """It is connected, and not closing. A worker that has begun may be away for as long as its lease."""
-    return not member.report.closing and (member.is_connected or _has_copy(member, record))
-
-
-# --- What a publisher copies to its own host memory while its version rests.
-#
-# A publisher that is the last reliable holder would have to offload the version at its next withdrawal, while its
-# caller waits. It makes the copy before, and `unpublish` copies nothing.
-#
-# Rules:
-# - Where other reliable workers of its shard live, they may have the version in a moment: the copy is ordered once the
-#   version has rested for a while.
-# - It is ordered only where there is room beside other copies, beside what the caller wants fetched ahead, and beside
-#   what a handover may need.
-# - The copy goes when another reliable worker has the version, when the version need not be kept any more, or when
-#   another reliable worker has come and there is no more room.
-
-
-REST_S = 1.0  # a GiB over 10 Gbit/s: a reader that is not done by then may take long
+# --- What each worker is to offload, to fetch and to release. A copy that was once released never counts again.
 
 
 def version_to_copy(state: State, model: Model, member: Member) -> Version | None:
-    """What it is to copy now, or has copied, because no other reliable worker may have it in time."""
-    version = _kept_here(model, member)
-    if version is None or member.report.copy_error is not None:
-        return None
-    spare = 1 if member.report.prefetch is not None else 0
-    if layouts.has_company(model, member):
-        if state.now < member.rested_at or not is_resting_used(state, model, member, version):
-            return None
-        spare += 1
-    return version if member.copy(version) is not None or member.report.copies_left > spare else None
-
-
-def is_resting_used(state: State, model: Model, member: Member, version: Version) -> bool:
-    """The copy that it has made, or is making, will spare it an offload."""
-    if version != _kept_here(model, member):
-        return False
-    reliable = model.reliable.get(member.layout_key, {})
-    if len(reliable) > 1 and not member.report.copies_left:
-        return False
-    whole = model.look_up(version).whole.get(member.layout_key, {})
-    if any(other in whole and other not in model.closing for other in reliable if other != member.worker):
-        return False
-    record = model.look_up(version)
-
-    def counts(other: Member) -> bool:
-        return other is not member and other.hello.reliable and other.will_keep(version)
-
-    return not layouts.is_in_another_layout(state, model, record, member.layout_key, counts)
-
-
-def _kept_here(model: Model, member: Member) -> Version | None:
-    """The version that it has published, holds and would have to keep."""
-    buffer = member.content.buffer
-    if not isinstance(buffer, Holding) or not member.hello.reliable or member.report.closing:
-        return None
-    version = buffer.version
-    is_publisher = member.worker.replica in model.look_up(version).publishers
-    return version if is_publisher and version in model.retained() else None
-
-
-# --- Which versions must be kept, and by whose host copies: what each worker is to offload, to fetch and to release.
-#
-# A version is *retained* while it is among the newest `retain` of its model, or pinned. A reliable worker that is not
-# closing, and holds it in its buffer or a host copy, is a reference.
-#
-# Rules:
-# - Without room, a version goes first that only another replica wants kept (`retain`): no rollout stops a trainer.
-#   Then goes a version of which a shard seems lost, unless a shard of the worker's replica may only be cut off.
-# - The last reference does not leave before its worker has offloaded the version. Where host memory is full, a copy
-#   that is not whole yet gives way. Of several workers that leave together the first by name stays.
-# - A closing worker hands its versions over (see above).
-# - A copy is released when a buffer holds the version, or another copy exists that comes first by name; nothing reads
-#   it; and its worker is not about to use it. A copy that was once released never counts again.
-
-
-class HostCopyOrders(NamedTuple):
-    """What a worker is to do with its host memory."""
-
-    offload: Version | None = None
-    fetch: Version | None = None
-
-
-def host_copy_orders(state: State, model: Model, replica: Replica, member: Member) -> HostCopyOrders:
-    """What the worker is to do now, after what it is to let go."""
+    """What it is to copy from its tensors to host memory now, after what it is to let go."""
     if not model.roll.is_over:
-        return HostCopyOrders()
-    offload, fetch = version_to_offload(state, model, member), version_to_fetch(state, model, replica, member)
-    is_room_ahead = fetch is None or member.copy(fetch) is not None or member.report.copies_left > 1
-    if offload is None and is_room_ahead:
-        offload = _ahead(state, model, member)
-    return HostCopyOrders(offload, fetch)
+        return None
+    return version_to_offload(state, model, member) or _version_to_copy_ahead(model, member)
 
 
-def copies_to_let_go(state: State, model: Model, replica: Replica, member: Member) -> tuple[int, ...]:
-    """Its host copies, by number, that are not needed any more. What it was once told to let go never counts again.
+def copies_to_let_go(state: State, model: Model, member: Member) -> tuple[int, ...]:
+    """Its host copies, by number, that are not needed any more and have no reader, and none to come.
 
     Of one that is cut off it is not known what it still wants: nothing is fetched ahead for it, and all would go.
     There is no way back. In the first lease after a restart, only copies may go that no returning worker can want by
@@ -588,9 +349,13 @@ def copies_to_let_go(state: State, model: Model, replica: Replica, member: Membe
     if not copies or not model.roll.is_over or not facts.is_here(state, member):
         return ()
     newest = model.newest_established
-    old = [copy.number for copy in copies if newest is not None and copy.version < newest]
-    found = _not_needed(state, model, replica, member)
-    return tuple(number for number in found if number in old or not state.is_recovering)
+    return tuple(
+        copy.number
+        for copy in _needless(state, model, member)
+        if not _is_read(state, member, copy)
+        and not _is_promised(state, model, member, copy)
+        and (not state.is_recovering or (newest is not None and copy.version < newest))
+    )
 
 
 def copies_to_release(state: State, model: Model, member: Member) -> tuple[int, ...]:
@@ -605,132 +370,58 @@ def _is_read(state: State, member: Member, copy: HostCopy) -> bool:
     return facts.must_wait(state, member, state.reads.from_copy(member.worker, copy.version))
 
 
-def _ahead(state: State, model: Model, member: Member) -> Version | None:
-    """What it has to copy ahead while it holds it: when all leave at once there may be no time."""
-    if is_to_copy_ahead(model, member):
-        return model.newest_established
-    return version_to_copy(state, model, member) if model.roll.is_over else None
+def _needless(state: State, model: Model, member: Member) -> list[HostCopy]:
+    """Its host copies that may go when they have no reader. Those that are on their way out are not among them."""
+    replica, offload = model.replicas[member.hello.replica], version_to_offload(state, model, member)
+    copies = [copy for copy in member.content.copies if not copy.dropping and copy.number not in member.releasing]
+    is_full = not member.report.copies_left and not _makes_room(state, member)
+    if offload is not None and member.copy(offload) is None and is_full:
+        return [copy for copy in copies if not _is_last_copy(state, model, member, copy, is_squeezed=True)]
+    return [
+        copy
+        for copy in copies
+        if not _is_used(state, model, replica, member, copy)
+        and not _is_last_copy(state, model, member, copy, is_squeezed=False)
+    ]
 
 
-def _not_needed(state: State, model: Model, replica: Replica, member: Member, *, unread: bool = False) -> list[int]:
-    """Its host copies, by number, that may go, or have to: one made ahead gives way to one that must be kept.
-
-    Where there is no room, what is not whole goes first.
-
-    `unread`: or may go once they have no reader, and none to come.
-    """
-    copies = [copy for copy in member.content.copies if not copy.dropping]
-    if not copies:
-        return []
-    is_squeezed = _is_squeezed(version_to_offload(state, model, member), member)
-    if any(not _is_read(state, member, copy) for copy in _going(member)):
-        is_squeezed = False  # there will be room at once: no other one has to go
-    found = [copy for copy in copies if not _is_needed(state, model, replica, member, copy, is_squeezed, unread)]
-    at_once = [copy for copy in found if is_squeezed and not copy.whole and not _is_read(state, member, copy)]
-    return [copy.number for copy in at_once or found]
-
-
-def _is_squeezed(offload: Version | None, member: Member) -> bool:
-    """There is no room for what it has to offload."""
-    return offload is not None and not member.report.copies_left and member.copy(offload) is None
-
-
-def _going(member: Member) -> list[HostCopy]:
-    """Its host copies that are on their way out."""
-    return [copy for copy in member.content.copies if copy.dropping or copy.number in member.releasing]
-
-
-def _makes_room(state: State, member: Member) -> bool:
-    """A host copy is on its way out, or may be when a server that has restarted releases copies again."""
-    return bool(_going(member) or (state.is_recovering and member.content.copies))
-
-
-def must_stay(state: State, model: Model, member: Member) -> bool:
-    """The worker's buffer is the last reference of a retained version, which can still be saved."""
-    buffer = member.content.buffer
-    if not isinstance(buffer, Withdrawing) or not _counts(state, model, member, buffer.version):
-        return False
-    record, error = model.look_up(buffer.version), member.report.copy_error
-    is_squeezed = _is_squeezed(record.version, member)
-    if error is not None and error.code == "corrupt-transfer":
-        return False  # its tensors were changed while they were published: there is nothing left to keep
-    if _is_kept_elsewhere(state, model, record, member, is_copy=False):
-        return False
-    if is_squeezed and not member.report.closing and _makes_room(state, member):
+def _is_used(state: State, model: Model, replica: Replica, member: Member, copy: HostCopy) -> bool:
+    """Its worker needs it, or is to have it."""
+    version, reading = copy.version, state.reads.current.get(member.worker)
+    if version in (version_to_offload(state, model, member), _version_to_copy_ahead(model, member)):
         return True
-    if is_squeezed and not layouts.is_whole(state, model, record):
-        return False
-    if member.report.closing:
-        return not buffer.impatient and are_there(state, model, record, member)
-    if is_squeezed and not (member.hello.reliable and facts.is_retained(state, model, member, record.version)):
-        may_make_room = any(not copy.whole for copy in member.content.copies)
-        return may_make_room or is_another_on_its_way(state, model, record, member)
-    return True
+    if reading is not None and reading.grant.to_host and reading.version == version:
+        return True
+    if facts.wanted_version(replica, member) == version and not member.holds(version) and not copy.unfit:
+        return True
+    return version == version_to_fetch(state, model, replica, member)
 
 
-def is_in_doubt(state: State, model: Model, member: Member) -> bool:
-    """It has the last reference of what seems lost, and a shard of its replica is away, perhaps with what is missing.
+def _is_last_copy(state: State, model: Model, member: Member, copy: HostCopy, *, is_squeezed: bool) -> bool:
+    """No other worker keeps the version.
 
-    No call of that replica ends well before that is back, so there is no hurry.
+    Without room for what must be kept, a version goes first that only another replica wants kept, and one that seems
+    lost.
     """
-    buffer, replica = member.content.buffer, model.replicas[member.hello.replica]
-    if not isinstance(buffer, Withdrawing) or member.report.closing or len(replica.members) == replica.shards:
+    record = model.look_up(copy.version)
+    if not copy.whole or not _is_to_be_kept(model, member, copy.version):
         return False
-    record = model.versions.get(buffer.version)
-    if record is None or layouts.is_whole(state, model, record) or not _counts(state, model, member, buffer.version):
+    goes_first = facts.gives_way(state, model, member, copy.version) or not layouts.is_whole(state, model, record)
+    if (is_squeezed and goes_first) or _is_kept_by_others(state, model, record, member, is_copy=True):
         return False
-    return not _is_kept_elsewhere(state, model, record, member, is_copy=False)
+    return not member.report.closing or bool(_heirs(state, model, record, member))
 
 
-def leaves_last(state: State, member: Member) -> bool:
-    """It fills its buffer only when others have the newer version: no reader may wait for it."""
-    buffer = member.content.buffer
-    if not isinstance(buffer, Withdrawing) or member.report.closing or not _is_squeezed(buffer.version, member):
+def _is_promised(state: State, model: Model, member: Member, copy: HostCopy) -> bool:
+    """A replica is to get the version, and would find no other source."""
+    record = model.look_up(copy.version)
+    if not copy.whole or not record.promised:
         return False
-    if member.may_drop:
-        return False  # it was told to go on, and does
-    return must_stay(state, state.models[member.hello.model], member)
-
-
-def waits_for_its_readers(state: State, member: Member, version: Version) -> bool:
-    """It has a part of the version at most, and goes on only when others have it all: they must get it elsewhere."""
-    is_leaving = isinstance(member.content.buffer, Withdrawing) and member.content.held != version
-    return is_leaving and leaves_last(state, member)
-
-
-def version_to_offload(state: State, model: Model, member: Member) -> Version | None:
-    """What it has to copy to its own host memory before its buffer may change."""
-    buffer = member.content.buffer
-    if not isinstance(buffer, Withdrawing) or member.report.closing or member.may_drop:
-        return None
-    return buffer.version if must_stay(state, model, member) else None
-
-
-def why_stuck(state: State, model: Model, replica: Replica, member: Member) -> Failure | None:
-    """Why the version that it wants to leave, and may not, cannot be offloaded; None where it can or need not."""
-    report, buffer = member.report, member.content.buffer
-    if report.copy_error is None and (report.copies_left or not isinstance(buffer, Withdrawing)):
-        return None  # there is room
-    version = version_to_offload(state, model, member)
-    if version is None or member.has_whole_copy(version):
-        return None
-    if not (member.hello.reliable and facts.is_retained(state, model, member, version)):
-        return None
-    if report.copy_error is not None:
-        return report.copy_error
-    if not _is_squeezed(version, member) or any(copy.dropping for copy in member.content.copies):
-        return None
-    is_impatient = isinstance(buffer, Withdrawing) and buffer.impatient
-    if member.releasing or _not_needed(state, model, replica, member, unread=not is_impatient):
-        return None  # room will be made, perhaps when readers of an unused copy are done
-    kept = ", ".join(str(copy.version) for copy in member.content.copies) or "none"
-    text = (
-        f"{member.worker} is the last reliable holder of version {version} of {model.name}, "
-        f"and its limit on host memory allows no further copy of {report.size_bytes} B (it has: {kept})"
+    if any(facts.will_hold(state, worker, record.version) for worker in record.holders.get(member.layout_key, {})):
+        return False
+    return not layouts.is_in_another_layout(
+        state, model, record, member.layout_key, lambda other: other.will_hold(record.version)
     )
-    if member.hello.retain > state.settings.default_retain:
-        text = f"{text}; it was opened with retain={member.hello.retain}"
-    return Failure("host-memory-full", text, "raise host_bytes, unpin a version, or add reliable replicas")
 
 
 def version_to_fetch(state: State, model: Model, replica: Replica, member: Member) -> Version | None:
@@ -738,19 +429,17 @@ def version_to_fetch(state: State, model: Model, replica: Replica, member: Membe
     report = member.report
     if not model.roll.is_over or report.closing or not _may_want_a_copy(model, member):
         return None
-    if _is_squeezed(version_to_offload(state, model, member), member):
+    offload = version_to_offload(state, model, member)
+    if offload is not None and not _has_room(member, offload):
         return None
     filled = facts.wanted_version(replica, member)
     for version in _wanted_copies(state, model, member):
         record = model.versions.get(version)
-        if record is None or not record.exists:
-            continue
-        if member.holds(version) and member.will_keep(version):
+        if record is None or not record.exists or (member.will_hold(version) and member.will_keep(version)):
             continue
         if not layouts.may_fit(model, record, member):
             continue
-        copy = member.copy(version)
-        if copy is None and (version == filled or not report.copies_left):
+        if member.copy(version) is None and (version == filled or not report.copies_left):
             continue  # the buffer is filled at once, or there is no room
         return version
     return None
@@ -767,122 +456,6 @@ def _wanted_copies(state: State, model: Model, member: Member) -> Iterator[Versi
     """What it should have a host copy of, the most important first."""
     if model.closing:
         for version in model.retained():
-            if is_one(state, model, model.look_up(version), member):
+            if is_heir(state, model, model.look_up(version), member):
                 yield version
-    yield from wanted_ahead(state, model, member)
-
-
-def _counts(state: State, model: Model, member: Member, version: Version) -> bool:
-    """Its reference keeps the version: it is reliable, or no reliable worker can keep it instead."""
-    if version not in model.retained():
-        return False
-    return member.hello.reliable or not has_reliable_holder(state, model, model.look_up(version), member)
-
-
-def _is_kept_elsewhere(
-    state: State,
-    model: Model,
-    record: VersionRecord,
-    leaver: Member,
-    *,
-    is_copy: bool,
-    is_publisher_enough: bool = False,
-) -> bool:
-    """A reference stays when the leaver's buffer, or its copy, goes; of what is established, outside its publisher."""
-    version = record.version
-    is_outside = leaver.worker.replica not in record.publishers
-    is_kept_outside = version in model.glance().outliving and is_outside and not is_publisher_enough
-
-    def is_relied_on(member: Member) -> bool:
-        is_inside = is_kept_outside and member.worker.replica in record.publishers  # it may go with its publisher
-        is_worse = leaver.hello.reliable and not member.hello.reliable
-        return not (member.report.closing or is_inside or is_worse)
-
-    for worker in model.buffer_holders.at(version, leaver.layout_key):
-        if (is_copy or worker != leaver.worker) and is_relied_on(state.known(worker)):
-            return True
-    for worker in record.holders.get(leaver.layout_key, {}):
-        member = state.members.get(worker)
-        if member is None or not is_relied_on(member):
-            continue
-        is_self, comes_first = worker == leaver.worker, worker < leaver.worker or leaver.report.closing
-        if member.has_whole_copy(version) and (not is_copy or (comes_first and not is_self)):
-            return True
-        buffer = member.content.buffer
-        is_to_copy_ahead = isinstance(buffer, Withdrawing) and buffer.version == version and not member.may_drop
-        if not is_copy and not is_self and is_to_copy_ahead and comes_first:
-            return True
-
-    def counts(member: Member) -> bool:
-        if member is leaver or not is_relied_on(member):
-            return False
-        return member.will_stay(version) or member.has_whole_copy(version)
-
-    return layouts.is_in_another_layout(state, model, record, leaver.layout_key, counts)
-
-
-def _is_the_copy(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
-    """It is the one copy of the newest established version, made ahead."""
-    if member.report.closing or member.worker.replica in record.publishers:
-        return False
-    if not _counts(state, model, member, record.version) or _is_in_the_way(state, model, record, member):
-        return False
-    for worker in record.whole.get(member.layout_key, {}):
-        other = state.members.get(worker)
-        if other is None or not other.has_whole_copy(record.version):
-            continue
-        comes_first = (not other.hello.reliable, worker) < (not member.hello.reliable, member.worker)
-        if comes_first and may_copy_ahead(state, model, record, other):
-            return False
-    return True
-
-
-def _is_in_the_way(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
-    """There is no room for what is fetched ahead, which goes before what is copied ahead."""
-    if member.report.copies_left or not member.will_stay(record.version):
-        return False
-    wished = _wanted_copies(state, model, member)
-    return any(version != record.version and member.copy(version) is None for version in wished)
-
-
-def _is_needed(
-    state: State,
-    model: Model,
-    replica: Replica,
-    member: Member,
-    copy: HostCopy,
-    is_squeezed: bool,
-    unread: bool,
-) -> bool:
-    version, reading = copy.version, state.reads.current.get(member.worker)
-    if copy.number in member.releasing:
-        return False
-    is_being_read = not unread and _is_read(state, member, copy) and (copy.whole or not is_squeezed)
-    if is_being_read or version == version_to_offload(state, model, member):
-        return True
-    is_read = reading is not None and reading.grant.to_host and reading.version == version
-    is_wanted = facts.wanted_version(replica, member) == version and not member.holds(version)
-    is_used = is_wanted and not copy.unfit
-    if not is_squeezed and (is_read or is_used or version == version_to_fetch(state, model, replica, member)):
-        return True
-    record = model.look_up(version)
-    is_safe = version in model.glance().outliving
-    if is_safe and not is_squeezed and _is_the_copy(state, model, record, member):
-        return True
-    if is_resting_used(state, model, member, version) and not _is_in_the_way(state, model, record, member):
-        return True
-    if not copy.whole:
-        return False
-    is_kept = _is_kept_elsewhere(state, model, record, member, is_copy=True, is_publisher_enough=is_squeezed)
-    is_last = _counts(state, model, member, version) and not is_kept
-    is_there = layouts.is_whole(state, model, record) or len(replica.members) < replica.shards
-    is_firm = not is_squeezed or (not facts.gives_way(state, model, member, version) and is_there)
-    if is_last and is_firm:
-        return not member.report.closing or are_there(state, model, record, member)
-    if not record.promised or unread:
-        return False
-    if any(facts.will_hold(state, worker, version) for worker in record.holders.get(member.layout_key, {})):
-        return False
-    return not layouts.is_in_another_layout(
-        state, model, record, member.layout_key, lambda other: other.will_hold(version)
-    )
+    yield from ahead.wanted_ahead(state, model, member)

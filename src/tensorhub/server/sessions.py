@@ -567,7 +567,6 @@ def end(state: State, member: Member, why: str) -> None:
         state.mark_concerned_dirty(model, had)
         state.mark_readers_dirty(member.worker)
         state.mark_waiting_dirty(model, ARRIVALS)
-    apply.offer_copy_candidate(state, model, member)
     apply.note_changed_versions(state)  # what is lost with it is said at once, though no worker may be dirty
 
 
@@ -597,7 +596,6 @@ def _take_place(state: State, model: Model, member: Member) -> None:
 def _leave_place(state: State, model: Model, member: Member) -> None:
     if model.reliable.get(member.layout_key, {}).pop(member.worker, 0) is None:
         apply.note_company(state, model, member.layout_key)
-        apply.note_leaver(model, member.layout_key)
     model.leave_place(member.worker, member.hello.site, member.hello.host)
 
 
@@ -649,7 +647,6 @@ def _note_reach(state: State, member: Member) -> None:
     for read in state.reads.of(member.worker):
         for source in read.sources:
             state.mark_dirty(source.worker)
-    apply.offer_copy_candidate(state, model, member)
 
 
 def concerned(state: State, member: Member) -> list[Place]:

@@ -30,6 +30,8 @@ def wanted_read(state: State, model: Model, replica: Replica, member: Member) ->
     version = facts.wanted_version(replica, member)
     if version is not None and facts.may_have(state, member, version):
         return None
+    if retention.leaves_last(state, model, member):
+        return None
     if version is None or member.holds(version) or member.can_fill_itself(version):
         version = retention.version_to_fetch(state, model, replica, member)
         is_whole = version is not None and member.has_whole_copy(version)
@@ -204,8 +206,9 @@ def _candidate(
     has_all = facts.is_full(member, version, from_host)
     current = state.reads.current.get(worker)
     is_filling = current is not None and current.version == version and current.grant.to_host == from_host
-    if not has_all and (not is_filling or (not from_host and retention.leaves_last(state, member))):
-        return None  # it waits for a source itself, or for its readers
+    is_late = not from_host and retention.version_to_offload(state, state.models[worker.model], member) is not None
+    if not has_all and (not is_filling or is_late):
+        return None  # it waits for a source itself, or has to copy what it holds before it is filled
     if not has_all and current is not None and current.shares:
         return None  # it has all of it at once, or nothing
     buffer, copy, here, there = member.content.buffer, member.copy(version), reader.hello, member.hello

@@ -15,7 +15,6 @@ from .groups import Replica
 from .members import (
     BufferHolders,
     Content,
-    CopyCandidates,
     LayoutKey,
     LayoutSet,
     Place,
@@ -153,9 +152,7 @@ class VersionRecord:
     named: dict[ReplicaName, None] = field(default_factory=dict)  # those of them that are known to have ended that well
     is_unsettled: bool = False  # one more is named: whose publish never finished is looked at again
     disputed: dict[LayoutKey, None] = field(default_factory=dict)  # found to have other content than was believed
-    copy_candidates: dict[LayoutKey, CopyCandidates] = field(
-        default_factory=dict
-    )  # workers that could copy it ahead of need
+    keepers: dict[LayoutKey, WorkerId] = field(default_factory=dict)  # outside its publishers, since it is established
     is_established: bool = False  # each shard has been whole outside its publishers
     claims: dict[ReplicaName, None] = field(default_factory=dict)  # replicas whose publish of it has not ended
     accepted: dict[ReplicaName, dict[LayoutKey, Digest]] = field(
@@ -204,8 +201,8 @@ class Glance(NamedTuple):
     available: tuple[Version, ...]  # that exist and are not lost, newest first
     newest_established: Version | None
     outliving: dict[Version, None]  # that one, and those established after it that are lost: kept outside publishers
-    newest: dict[Version, None]  # the newest `retain`: of all, and of those that are not lost. Others may be back.
-    retained: dict[Version, None]
+    anywhere: dict[Version, None]  # the newest `retain`, of all and of those that are not lost, and what is pinned
+    retained: dict[Version, None]  # all that are kept
 
 
 # --- What the server believes of one model: which versions exist, their content, and their holders.
@@ -344,12 +341,9 @@ class Model:
             self.pins[worker] = pins
 
     def note_established(self, record: VersionRecord) -> None:
-        """Now the version is, and those before it need no keepers any more."""
+        """Now the version is."""
         record.is_established = True
         self._changes += 1
-        for version in self._ascending:
-            if version < record.version:
-                self.versions[version].copy_candidates = {}
 
     def add_holder(self, record: VersionRecord, worker: WorkerId, key: LayoutKey) -> None:
         """The worker has some of the version with that key, or is about to."""
@@ -457,16 +451,15 @@ class Model:
         existing, available = known.existing, known.available
         established = [v for v in existing if self.keeps_established and self.versions[v].is_established]
         newest_established = next((version for version in established if version in available), None)
-        newest = dict.fromkeys([*existing[: self.retain], *available[: self.retain]])
-        retained = dict(newest)
+        anywhere = dict.fromkeys([*existing[: self.retain], *available[: self.retain]])  # what is lost may be back
+        for pins in self.pins.values():
+            anywhere.update((each, None) for each in pins if each in self.versions and self.versions[each].exists)
         outliving: dict[Version, None] = {}
         for version in established:  # a version may be lost only because all its holders were away
-            retained[version] = outliving[version] = None
+            outliving[version] = None
             if version == newest_established:
                 break
-        for pins in self.pins.values():
-            retained.update((each, None) for each in pins if each in self.versions and self.versions[each].exists)
-        return Glance(key, available, newest_established, outliving, newest, retained)
+        return Glance(key, available, newest_established, outliving, anywhere, anywhere | outliving)
 
     def take_place(self, worker: WorkerId, site: str, host: str) -> None:
         """The worker is there now."""
