@@ -498,31 +498,19 @@ def _answered_until(state: State, model: Model, record: VersionRecord, key: Layo
     return max(until(key), *(min(map(until, layout_set)) for layout_set in across), -inf)
 
 
-def _can_serve(state: State, worker: WorkerId, version: Version) -> bool:
-    """It has the whole version, and does not want to leave it."""
-    member = state.members.get(worker)
-    return member is not None and (member.will_hold(version) or member.has_whole_copy(version))
-
-
 def _absent_key(state: State, model: Model, replica: Replica, record: VersionRecord) -> LayoutKey | None:
-    """A layout key of the version that no worker holds whole without withdrawing it."""
+    """A layout key of the version that no worker holds whole without withdrawing it, nor all of another layout."""
+
+    def can_serve(member: Member) -> bool:
+        return member.will_hold(record.version) or member.has_whole_copy(record.version)
+
     for shard in range(replica.shards):
         mine = state.members.get(replica.members[Shard(shard)]) if Shard(shard) in replica.members else None
         key = mine.layout_key if mine is not None else LayoutKey(replica.shards, Shard(shard))
-        is_there = any(_can_serve(state, worker, record.version) for worker in record.holders.get(key, {}))
-        if not is_there and not _can_serve_across(state, model, record, key):
+        is_there = any(can_serve(state.known(worker)) for worker in record.whole.get(key, {}))
+        if not is_there and not layouts.is_in_another_layout(state, model, record, key, can_serve):
             return key
     return None
-
-
-def _can_serve_across(state: State, model: Model, record: VersionRecord, key: LayoutKey) -> bool:
-    """Workers that do not withdraw hold all keys of another layout."""
-    if not layouts.can_cross(record, key):
-        return False
-    for layout_set in layouts.readable_layout_sets(model, record, key):
-        if all(any(_can_serve(state, worker, record.version) for worker in record.whole[each]) for each in layout_set):
-            return True
-    return False
 
 
 def _unavailable(state: State, model: Model, record: VersionRecord, key: LayoutKey) -> Failure:
