@@ -136,7 +136,7 @@ class Fleet:
 
     def _start_server(self, *, fresh: bool) -> None:
         self.lives += 1
-        self.server = Server(self.settings, self.now, self.lives * 10**9, fresh=fresh, key=b"fleet")
+        self.server = Server(self.settings, self.now, self.lives * 10**9, fresh=fresh)
         self._tick_at = float("inf")
 
     def connect(self, thin: ThinWorker) -> None:

@@ -292,22 +292,17 @@ class Weights(Worker):
     ) -> AsyncIterator[None]:
         """Unpublish, let the block change the tensors, publish them as `version`.
 
-        The number is claimed before anything is withdrawn: if it is not higher than the newest, or another trainer has
-        claimed it, that is a `VersionConflict` at once, nothing was changed and the block does not run; so it is with
-        tensors that a failed fill may have begun to write, a `UsageError`. No other trainer can take the number
-        meanwhile. If the block raises, nothing is published: the tensors stay unpublished, the number is free
-        again, and the exception goes on. In the block no call may fill, publish or withdraw them (`UsageError`);
-        `register` may change them. With masters alone readers of the version before are awaited after the block, not
-        before it. `metadata` is that of `publish`, as it is when the block has ended. `timeout` is for each of the two
-        calls.
+        The number is judged before anything is withdrawn: if it is not higher than the newest, or another replica is
+        the writer of the model, that is a `VersionConflict` at once, nothing was changed and the block does not run;
+        so it is with tensors that a failed fill may have begun to write, a `UsageError`. No other replica can publish
+        meanwhile. If the block raises, nothing is published: the tensors stay unpublished, and the exception goes on.
+        In the block no call may fill, publish or withdraw them (`UsageError`); `register` may change them. With
+        masters alone readers of the version before are awaited after the block, not before it. `metadata` is that of
+        `publish`, as it is when the block has ended. `timeout` is for each of the two calls.
         """
         await self._claim(version, timeout, metadata)
-        try:
-            with self._client.call_lock.block_of(version):
-                yield
-        except BaseException:
-            self._drop_claim()
-            raise
+        with self._client.call_lock.block_of(version):
+            yield
         await self.publish(version, metadata=metadata, timeout=timeout)
 
     async def _claim(self, version: int, within: float | None, metadata: Mapping[str, object] | None = None) -> None:
@@ -316,22 +311,12 @@ class Weights(Worker):
             encode_metadata(metadata)  # what cannot be published is said before the step
         claimed = parse_number(version, f"mutating() of {self._client.me}")
         claiming = self._client.operate("unpublish", "", self._deadline(within), claim=claimed)
-        await self._here(claiming, undo=self._unclaim)
-
-    async def _unclaim(self, _: object) -> None:
-        """The claim was granted when its caller gave up."""
-        self._client.drop_claim()
+        await self._here(claiming)
 
     async def _leave(self) -> None:
         """It was opened when its caller gave up."""
         self._is_closing = True
         await leave_at_once(self._client)
-
-    def _drop_claim(self) -> None:
-        """The block of a `mutating` raised: the number is free again. Does not wait, and never fails."""
-        if os.getpid() == self._pid:
-            with contextlib.suppress(RuntimeError):  # the loop has ended, and every claim with it
-                self._thread.loop.call_soon_threadsafe(self._client.drop_claim)
 
     async def replicate(
         self,
@@ -480,9 +465,8 @@ class View(Caller):
     async def next_version(self, model: str, *, timeout: float | None = None) -> int:  # noqa: ASYNC109 - our own deadline
         """The number with which a restarted trainer goes on: the lowest above all that were ever taken, 0 at first.
 
-        Taken are versions that exist or were lost, those that only some shards have published, and those that are
-        claimed. Ask on one shard and tell the others. A restarted server knows what the workers that live have told
-        it: it is waited for until all have, and where no worker of the model lives, it begins with 0. Raises
+        Taken are versions that exist or were lost. Ask on one shard and tell the others. A restarted server knows what
+        its journal and the workers that live have told it: it is waited for until all have. Raises
         `ServerUnreachable`, `DeadlineExceeded`.
         """
         self._check(model)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Concatenate, Generic, ParamSpec, TypeVar, Unpack
 
@@ -127,14 +128,9 @@ class Weights(aio.Worker, Blocking[aio.Weights]):
         self, *, version: int, metadata: Mapping[str, object] | None = None, timeout: float | None = None
     ) -> Iterator[None]:
         """As the coroutine."""
-        claiming = self._aio._claim(version, timeout, metadata)
-        self._wait(claiming, timeout, f"mutating(version={version!r})", undo=self._aio._unclaim)
-        try:
-            with self._client.call_lock.block_of(version):
-                yield
-        except BaseException:
-            self._aio._drop_claim()
-            raise
+        self._wait(self._aio._claim(version, timeout, metadata), timeout, f"mutating(version={version!r})")
+        with self._client.call_lock.block_of(version):
+            yield
         self.publish(version, metadata=metadata, timeout=timeout)
 
     def close(self, *, timeout: float | None = None) -> None:
@@ -166,12 +162,14 @@ def serve(
     lease_s: float | None = None,
     report_s: float | None = None,
     fresh: bool = True,
+    state: str | PathLike[str] | None = None,
 ) -> ServerThread:
     """Start a reference server inside this process: for notebooks, tests and single-node runs.
 
     Runs in a thread until its `close()` or the end of its `with` block; its `address` is what `open` takes as
     `server`. It begins with an empty memory: nothing that lived at this address before may still be in use. Where
     workers of an earlier server at this address may live, `fresh=False`: it hears them first, for as long as a lease.
+    `state` is the file of its journal: with that of the earlier server it hears those that may live, and goes on.
 
     It asks all clients for `token` (TENSORHUB_TOKEN, or a file: TENSORHUB_TOKEN_FILE). Without one it asks for this
     user's own, which is made in the state directory (~/.local/state/tensorhub) and which this user's workers find by
@@ -179,7 +177,9 @@ def serve(
     clients reach it, where that is neither an IP address nor what this machine calls itself. Raises `UsageError`.
     """
     settings = server_settings(lease_s=lease_s, report_s=report_s)
-    return ServerThread(host, port, settings=settings, token=token, insecure=insecure, names=names, fresh=fresh)
+    return ServerThread(
+        host, port, settings=settings, token=token, insecure=insecure, names=names, fresh=fresh, state=state
+    )
 
 
 def leave_on_sigterm(grace: float = 20.0) -> None:

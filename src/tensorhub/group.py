@@ -84,17 +84,11 @@ class Several:
         """As `Weights.mutating`: the block may change the tensors of all."""
         if metadata is not None:
             encode_metadata(metadata)
-        begun: list[aio.Weights] = []
-        try:
-            self._claim(version, timeout, begun)
-            with ExitStack() as blocks:
-                for member in self._members:
-                    blocks.enter_context(member._client.call_lock.block_of(version))
-                yield
-        except BaseException:
-            for member in begun:
-                member._drop_claim()
-            raise
+        self._claim(version, timeout)
+        with ExitStack() as blocks:
+            for member in self._members:
+                blocks.enter_context(member._client.call_lock.block_of(version))
+            yield
         self.publish(version, metadata=metadata, timeout=timeout)
 
     def close(self, *, timeout: float | None = None) -> None:
@@ -114,12 +108,11 @@ class Several:
         every = [member.progress for member in self._members]
         return sum(done for done, _ in every), sum(chunks for _, chunks in every)
 
-    def _claim(self, version: int, timeout: float | None, begun: list[aio.Weights]) -> None:
-        """The beginning of `mutating`. `begun` gets those that may have claimed it since: no others give it back."""
+    def _claim(self, version: int, timeout: float | None) -> None:
+        """The beginning of `mutating`."""
 
         async def claim(member: aio.Weights) -> None:
             member._client.check_may_call("mutating")
-            begun.append(member)
             await member._claim(version, timeout)
 
         self._wait([claim(member) for member in self._members], timeout, f"mutating(version={version!r})")

@@ -428,6 +428,7 @@ def test_what_can_be_hashed_of_a_version_that_is_cut_otherwise_is_looked_at_when
             boxes = {"w": [Box("w", SHAPE, (shard * half, 0), (half, COLUMNS))]}
             late[-1].register(arrays[-1], boxes=boxes)
         assert in_threads(*(weights.replicate for weights in late)) == [1, 1]
+        trainer.close()
         assert in_threads(*(lambda weights=weights: weights.publish(1) for weights in late)) == [1, 1]
         for name in ("v", "w"):  # whole in a tile, and part of one
             for tensors in arrays:

@@ -228,7 +228,7 @@ def test_masters_that_were_filled_in_part_are_not_taken_for_what_is_held(masters
     assert other.version is None
     with pytest.raises(tensorhub.UsageError, match="casting back was cut off"), other.mutating(version=2):
         pytest.fail("the block ran")
-    assert other.publish(1) == other.update() == other.version == 1
+    assert other.update() == other.version == 1
     assert torch.equal(half, master.bfloat16().float())
 
 
@@ -245,6 +245,7 @@ def test_masters_that_were_filled_in_part_are_published_only_after_their_owner_h
             other.publish(2)
         other.suspend()
     half.fill_(3.0)  # as from a checkpoint
+    trainer.close()
     other.register({"w": half, "steps": torch.arange(3)}, dtype="bfloat16")
     assert other.publish(2) == other.version == 2
 
@@ -265,6 +266,7 @@ def test_masters_are_no_version_where_the_call_failed_after_its_fill(masters, fa
         other.publish(2)
     assert other.update() == other.version == 1
     assert torch.equal(late, master.bfloat16().float())
+    trainer.close()
     with other.mutating(version=2):
         late += 1
     assert other.version == 2

@@ -55,6 +55,8 @@ def test_what_is_held_keeps_what_was_said_of_it(join):
     trainer.publish(1, metadata=SAID)
     other.replicate(1)
     for weights in (trainer, other):
+        if weights is other:
+            trainer.close()
         assert weights.publish(1) == 1
         assert weights.publish(1, metadata=SAID) == 1
         for said in ({}, {"step": 8}):

@@ -169,5 +169,6 @@ def test_what_a_failed_fill_has_spoiled_stays_so_while_it_sleeps(join):
     with pytest.raises(tensorhub.UsageError, match="poisoned"):
         rollout.publish(2)
     target[:] = 3.0  # as from a checkpoint
+    trainer.close()
     rollout.register({"w": target})
     assert rollout.publish(2) == 2

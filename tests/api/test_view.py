@@ -182,7 +182,7 @@ def test_a_model_is_begun_anew_once_no_worker_holds_a_version_of_it(server, join
         view.begin_anew("m")
 
 
-def test_a_claimed_number_is_not_forgotten(server, join):
+def test_a_model_with_a_writer_is_not_begun_anew(server, join):
     trainer, _ = join("t")
     trainer.publish(8)
     view = tensorhub.connect(server.address)
@@ -191,9 +191,9 @@ def test_a_claimed_number_is_not_forgotten(server, join):
     assert trainer.version == 9
 
 
-def test_a_restarted_server_does_not_hear_the_old_numbers_from_workers_that_knew_them():
+def test_a_restarted_server_does_not_hear_the_old_numbers_from_workers_that_knew_them(tmp_path):
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(tensorhub.serve(lease_s=2, report_s=0.2))
+        server = stack.enter_context(tensorhub.serve(lease_s=2, report_s=0.2, state=tmp_path / "journal"))
         idle, trainer, former = (
             stack.enter_context(tensorhub.open("m", replica=name, server=server.address, reliable=False, host_bytes=0))
             for name in ("idle", "t", "former")
@@ -207,7 +207,8 @@ def test_a_restarted_server_does_not_hear_the_old_numbers_from_workers_that_knew
         tensorhub.connect(server.address).begin_anew("m")
         port = int(server.address.rpartition(":")[2])
         server.close()
-        restarted = stack.enter_context(tensorhub.serve(port=port, lease_s=2, report_s=0.2, fresh=False))
+        kept = tmp_path / "journal"
+        restarted = stack.enter_context(tensorhub.serve(port=port, lease_s=2, report_s=0.2, fresh=False, state=kept))
         assert tensorhub.connect(restarted.address).next_version("m") == 0
         assert trainer.publish(1) == 1
         assert idle.replicate() == 1

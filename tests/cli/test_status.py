@@ -232,13 +232,13 @@ def test_where_all_is_lost_nobody_reads_that_nothing_was_published() -> None:
     assert "nothing published" not in text
 
 
-def test_who_has_claimed_a_number_and_who_has_pinned_one_is_named() -> None:
-    trainer = ReplicaView("t", 1, (worker(0, "empty", None, claim=8),), None)
+def test_the_writer_and_the_replica_that_has_pinned_a_version_are_named() -> None:
+    trainer = ReplicaView("t", 1, (worker(0, "empty", None, is_writer=True),), None)
     keeper = ReplicaView("r", 2, (worker(0, pins=(6,)), worker(1, pins=(6,))), None)
     kept = tuple(VersionView(n, n == 7, True, ("r",), (), is_retained=True) for n in (7, 6))
     text = words(drawn(Status("p", 1.0, 0.0, (ModelView("policy", 1, 7, 64, kept, (keeper, trainer)),), (), {}), 160))
     assert "version 6 held by r; kept; pinned by r" in text
-    assert "t 0 empty is to publish 8" in text
+    assert "t 0 empty writer" in text
 
 
 def watcher_of(answers: list[Status | None]) -> Watcher:

@@ -93,6 +93,8 @@ def orders(number: int, **more: object) -> Orders:
 class Conversation:
     """Tells a worker things, and keeps what it wants done."""
 
+    epoch = Number(0)  # of what is published
+
     def __init__(self, *told: events.Event) -> None:
         self.worker = Worker(worker("rollout"))
         self.wanted: list[events.Effect] = []
@@ -109,7 +111,7 @@ class Conversation:
         """The server's word that the call under way is about that version."""
         assert self.worker.call is not None
         assert self.worker.call.number is not None
-        return Answer(self.worker.call.number, Version(version))
+        return Answer(self.worker.call.number, Version(version), epoch=self.epoch)
 
     def tell(self, *told: events.Event) -> None:
         for event in told:

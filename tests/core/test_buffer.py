@@ -24,6 +24,7 @@ from tensorhub.worker.buffer import TRANSITIONS, RegisteredMemory
 
 from .kit import LAYOUT, Conversation, grant, orders, worker
 
+EPOCH = Number(50)
 ROOT = Digest("r")
 ONE, TWO = Version(1), Version(2)
 REGISTERED = events.Registered(LayoutInfo(LAYOUT), Digest("l"), 16, 2)
@@ -39,6 +40,8 @@ def name_of(taken: Taken) -> str:
 
 class Life(Conversation):
     """A worker to which one thing after another happens, as far as some line of the table."""
+
+    epoch = EPOCH
 
     @classmethod
     def begun(cls, *, max_copies: int = 2) -> "Life":
@@ -61,7 +64,7 @@ class Life(Conversation):
 
     def granted(self, version: Version, **more: object) -> Grant:
         """A read is granted: of the version that the call under way is about, into the buffer."""
-        given = grant(self.worker.state.seen + 1, version=version)
+        given = replace(grant(self.worker.state.seen + 1, version=version), epoch=EPOCH)
         self.ordered(answer=self.resolved(version), grant=given, **more)
         return given
 
@@ -88,10 +91,24 @@ class Life(Conversation):
 # --- how far lives go -------------------------------------------------------------------------------------------------
 
 
-def published() -> Life:
+def publishing() -> Life:
     it = Life.begun()
     it.called("publish", 1, version=ONE)
+    return it
+
+
+def published() -> Life:
+    it = publishing()
     it.ended()
+    return it
+
+
+def publishes_again() -> Life:
+    """The publish has failed on another shard. The next one of the same tensors has an epoch of its own."""
+    it = publishing()
+    it.tell(events.Cancelled())
+    it.tell(events.Called("publish", 1, 60.0, ROOT))
+    it.ordered(answer=replace(it.resolved(ONE), epoch=Number(EPOCH + 1)))
     return it
 
 
@@ -149,7 +166,7 @@ def vacated_by_unpublish(before: Callable[[], Life] = published) -> Life:
 
 
 def conflict(it: Life) -> Life:
-    it.ordered(conflict=ROOT)
+    it.ordered(superseded=EPOCH)
     return it
 
 
@@ -228,7 +245,9 @@ def unpublishes() -> Life:
 LIVES: dict[Taken, Callable[[], Life]] = {
     ("register", Empty, Empty): Life.begun,
     ("register", Poisoned, Empty): lambda: told(poisoned(), REGISTERED),
-    ("publish", Empty, Holding): published,
+    ("publish", Empty, Holding): publishing,
+    ("publish_again", Holding, Holding): publishes_again,
+    ("note_published", Holding, Holding): published,
     ("begin_fill", Empty, Filling): filling,
     ("begin_fill", Poisoned, Filling): fills_again,
     ("begin_fill", Vacated, Filling): fills_from_a_copy,
@@ -279,10 +298,10 @@ def test_every_line_is_named_for_a_method_and_has_a_life() -> None:
     ("trigger", "buffer"),
     [
         (lambda it: it.register(), Holding(ONE, ROOT)),
-        (lambda it: it.publish(TWO, ROOT), Holding(ONE, ROOT)),
+        (lambda it: it.publish(TWO, ROOT, Number(9)), Holding(ONE, ROOT)),
         (lambda it: it.begin_fill(TWO), Withdrawing(ONE, ROOT)),
         (lambda it: it.touch(TWO), Holding(ONE, ROOT)),
-        (lambda it: it.complete(ROOT), Poisoned()),
+        (lambda it: it.complete(ROOT, Number(9)), Poisoned()),
         (lambda it: it.keep(), Vacated(ONE, ROOT)),
         (lambda it: it.take_back(), Poisoned()),
         (lambda it: it.let_go(), Holding(ONE, ROOT)),

@@ -116,7 +116,7 @@ def test_a_replica_of_which_a_shard_is_gone_does_not_count() -> None:
 
 
 def test_another_trainer_is_not_waited_for_and_who_asks_is_not_either(fleet: Fleet) -> None:
-    fleet.says(worker("second"), claim=Version(9), call=CallReport(1, "unpublish", "", claim=Version(9)))
+    fleet.says(worker("second"), call=CallReport(1, "unpublish", "", claim=Version(9)))
     assert held(fleet, 1).is_enough
     assert held(fleet, 3, asker="c").counted == 2, "a and b"
 

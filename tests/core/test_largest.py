@@ -100,7 +100,7 @@ def test_the_longest_report_fits() -> None:
     it.worker.state.copies.copying = ("out", Version(HIGHEST - 3))
     it.tell(events.CopiedOut(Version(HIGHEST - 3), FAILURE))
     it.tell(events.ReadMeasured(ticket, ENDLESS, ENDLESS, ENDLESS, HIGHEST))
-    it.worker.state.claim = Version(HIGHEST_VERSION)
+    it.worker.state.writes = Number(HIGHEST)
     it.tell(events.Tick())
     report = it.reports[-1]
     assert len(report.copies) == MAX_COPIES

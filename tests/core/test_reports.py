@@ -67,7 +67,7 @@ def test_a_loss_is_said_when_it_happens_though_nobody_waits_for_anything(site: s
 
 # --- what is news -----------------------------------------------------------------------------------------------------
 
-WITH_EVERY_REPORT = ("number", "seen", "closed", "received_bytes", "ceiling", "ceiling_receipt", "roster")
+WITH_EVERY_REPORT = ("number", "seen", "closed", "received_bytes")
 CHANGES: dict[str, Any] = {
     "session": Number(2),
     "buffer": Filling(ONE),
@@ -85,12 +85,10 @@ CHANGES: dict[str, Any] = {
     "copy_error": Failure("internal", "no memory"),
     "pins": (ONE,),
     "prefetch": "latest",
-    "newest_receipt": "receipt",
-    "receipts": {1: "receipt"},
+    "newest_epoch": Number(3),
+    "writes": Number(5),
     "closing": True,
     "left": True,
-    "claim": ONE,
-    "claimed_in": Number(5),
     "stops": True,
     "can_box": True,
     "missed": Failure("layout-mismatch", "no shard has it"),
@@ -172,6 +170,5 @@ def test_nobody_is_decided_for_who_has_heard_the_end_of_its_call(decided: list[W
     closed = said["reading"].ticket
     town.says(READER, buffer=HELD, call=said["call"], closed=closed)
     decided.clear()
-    receipts = town.orders[READER].receipts
-    town.says(READER, buffer=HELD, closed=closed, ended=1, finished=1, receipts=receipts)
+    town.says(READER, buffer=HELD, closed=closed, ended=1, finished=1)
     assert not decided

@@ -22,7 +22,6 @@ from tensorhub.protocol.messages import (
     Poisoned,
     Reading,
     Report,
-    Roster,
     Source,
     TicketFailure,
     ToServer,
@@ -46,8 +45,8 @@ numbers = st.integers(0, 2 * FIRST_NUMBER)
 buffers = st.one_of(
     st.just(Empty()),
     st.builds(Filling, versions, st.integers(0, 4), st.integers(0, 4)),
-    st.builds(Holding, versions, roots, st.booleans()),
-    st.builds(Withdrawing, versions, roots, st.booleans(), st.booleans()),
+    st.builds(Holding, versions, roots, st.booleans(), numbers.map(Number), st.booleans()),
+    st.builds(Withdrawing, versions, roots, st.booleans(), numbers.map(Number), st.booleans(), st.booleans()),
     st.builds(Poisoned, st.none() | versions),
 )
 specs = st.sampled_from(["latest", "latest-1", 1, 2, 3])
@@ -114,9 +113,10 @@ reports = st.builds(
         is_across=st.booleans(),
         root=st.just(Digest("")) | roots,
     ),
-    claim=st.none() | versions,
+    writes=numbers.map(Number),
     closed=numbers.map(Ticket),
     newest=st.none() | versions,
+    newest_epoch=numbers.map(Number),
     failures=st.lists(failures, max_size=3).map(tuple),
     left=st.sampled_from([False, False, False, True]),
     closing=st.sampled_from([False, False, False, True]),
@@ -126,12 +126,7 @@ reports = st.builds(
     copy_error=st.none() | st.builds(Failure, st.sampled_from(["internal", "no-such-code"]), st.just("why")),
     pins=st.lists(versions, max_size=2).map(tuple),
     prefetch=st.none() | specs,
-    receipts=st.dictionaries(st.integers(0, 4), st.sampled_from(["", "x"]), max_size=2),
     cross_site_bytes=st.dictionaries(st.integers(0, 4), st.integers(0, 100), max_size=2),
-    roster=st.none()
-    | st.builds(
-        Roster, numbers.map(Number), st.integers(0, 4), st.sampled_from(["", "x", "0"]), st.sampled_from(["", "é"])
-    ),
 )
 lives = st.sampled_from(["1", "2"])
 
@@ -165,15 +160,16 @@ class Listener:
         if orders is not None and orders.grant is not None:
             grant = orders.grant
             if self.report.reading is not None and self.report.reading.ticket == grant.ticket:
-                buffer, closed = Holding(grant.version, grant.root), grant.ticket
+                buffer, closed = Holding(grant.version, grant.root, epoch=grant.epoch), grant.ticket
             elif isinstance(buffer, Empty | Filling) and grant.ticket > closed:
                 buffer, reading = Filling(grant.version, 1, 4), Reading(grant.ticket, grant.sources, grant.version)
         elif orders is not None and orders.drained is not None and isinstance(buffer, Withdrawing | Poisoned):
             buffer = Empty()
         elif call is not None and call.verb == "unpublish" and isinstance(buffer, Holding):
-            buffer = Withdrawing(buffer.version, buffer.root, buffer.published)
+            buffer = Withdrawing(buffer.version, buffer.root, buffer.published, buffer.epoch, buffer.is_pending)
         elif call is not None and call.verb == "publish" and resolved is not None:
-            buffer = Holding(resolved, call.root, True)
+            epoch = answer.epoch if answer is not None else Number(0)
+            buffer = Holding(resolved, call.root, True, epoch, is_pending=True)
         session = orders.session if orders is not None else Number(0)
         seen = orders.number if orders is not None else Number(0)
         self.report = Report(
@@ -185,7 +181,6 @@ class Listener:
             ended=self.ended,
             reading=reading,
             closed=closed,
-            roster=orders.roster if orders is not None else None,
         )
         return self.report
 

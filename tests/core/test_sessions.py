@@ -268,31 +268,3 @@ def test_who_is_heard_once_between_two_pauses_lives(late: list[float]) -> None:
         server.handle(report(number), sender="one", now=server.state.now + server.state.clock.paused_s + LATE)
     assert len(server.state.members) == 1
     assert server.state.counters["sessions"] == 1
-
-
-# --- the tables -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mutes", [1, 3])
-def test_those_who_report_and_never_show_the_roster_keep_nobody_waiting_for_long(mutes: int) -> None:
-    """The first one is believed, for nobody was there before it; the others of them by mistake, one after the other."""
-    town, other = Town(lease_s=4.0, report_s=1.0), worker("other")
-    mute = [worker(f"mute-{number}") for number in range(mutes)]
-    town.joins(mute[0], roster=None)
-    roll = town.server.state.models[TRAINER.model].roll
-    for who in mute[1:]:
-        town.joins(who, roster=None)
-        roll.witness(roll.unwitnessed[who])
-    town.joins(TRAINER)
-    town.joins(other)
-    assert list(roll.unwitnessed) == [TRAINER, other]
-    waited_s = 0
-    while roll.unwitnessed:
-        waited_s += 1
-        assert waited_s <= 4 + 3 * mutes, "a lease, and three reports for each who is asked in turn"
-        town.until(float(waited_s))
-        for who in mute:
-            town.says(who, roster=None)
-        for who in (TRAINER, other):
-            town.says(who)
-    assert waited_s >= 4, "nobody is believed at once where others could know it"

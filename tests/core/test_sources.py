@@ -174,7 +174,7 @@ class Cluster:
     def known_to(self, who: WorkerId) -> dict:
         """What it has heard of the server."""
         orders = self.heard.get(who)
-        return {"session": orders.session, "roster": orders.roster} if orders is not None else {}
+        return {"session": orders.session} if orders is not None else {}
 
     def hear(self, outbox: list) -> None:
         for sender, message in outbox:
@@ -182,8 +182,6 @@ class Cluster:
             self.heard.update({who: message for who in self.numbers if str(who) == sender})
             if sender == str(FAILING):
                 self.orders = message
-        for who in [who for who in self.living if self.heard.get(who) and self.heard[who].witness]:
-            self.hold(who)  # it is asked whether it has heard of the reader
 
     def tell(self) -> None:
         """The reader says how far it is, and which reads have failed."""

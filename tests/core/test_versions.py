@@ -1,4 +1,4 @@
-"""Which versions exist, what their content is, which workers have them, and what a receipt proves."""
+"""Which versions exist, what their content is, and which workers have them."""
 
 import pytest
 from hypothesis import given
@@ -21,22 +21,21 @@ from tensorhub.protocol.messages import (
     Source,
     Withdrawing,
 )
-from tensorhub.protocol.names import Digest, ModelName, Number, ReplicaName, Shard, Ticket, Version, WorkerId, era_in
+from tensorhub.protocol.names import Digest, ModelName, Number, ReplicaName, Shard, Ticket, Version, WorkerId
 from tensorhub.protocol.settings import Settings
 from tensorhub.server import Server
 from tensorhub.server.admission import begin_anew
 from tensorhub.server.calls import next_version
 from tensorhub.server.groups import Replica
 from tensorhub.server.members import NOTHING, Content, LayoutKey, version_in
-from tensorhub.server.state import BLOCK, MAX_CEILING
-from tensorhub.server.versions import Model, Notary
+from tensorhub.server.versions import Model
 
 from .kit import worker
 from .town import Town
 
 # --- which versions exist, what their content is, and who has them ---
 
-ROOT, OTHER, LAYOUT = Digest("root"), Digest("other"), Digest("layout")
+ROOT, OTHER = Digest("root"), Digest("other")
 
 
 def model(max_versions: int = 256) -> Model:
@@ -49,7 +48,7 @@ def trainer() -> Replica:
 
 def hold(found: Model, version: int, name: str = "a") -> None:
     """Somebody has all of it, and nothing else."""
-    found.note_exists(Version(version))
+    found.note_exists(found.record(Version(version)))
     found.move(worker(name), content(Empty()), content(Holding(Version(version), ROOT)))
 
 
@@ -60,7 +59,7 @@ def code_of(found: Model, version: int, root: Digest = ROOT) -> str:
 
 def test_a_lower_number_is_a_conflict_for_ever() -> None:
     found = model()
-    found.note_exists(Version(7))
+    found.note_exists(found.record(Version(7)))
     assert code_of(found, 6) == "version-conflict"
     assert code_of(found, 8) == ""
 
@@ -68,9 +67,9 @@ def test_a_lower_number_is_a_conflict_for_ever() -> None:
 def test_content_that_agrees_in_one_shard_only_is_other_content() -> None:
     found = Model(ModelName("policy"), 2, 256)
     first, second = LayoutKey(2, Shard(0)), LayoutKey(2, Shard(1))
-    for shard, line in enumerate((first, second)):
-        found.bind_content(worker("trainer", shard), Version(7), line, ROOT, LAYOUT)
-    found.note_exists(Version(7))
+    for line in (first, second):
+        found.record(Version(7)).roots[line] = ROOT
+    found.note_exists(found.record(Version(7)))
     again = Replica(ReplicaName("again"), 2)
     assert found.conflict(again, Version(7), {first: ROOT, second: ROOT}) is None
     for roots in ({first: ROOT, second: OTHER}, {first: OTHER, second: ROOT}):
@@ -104,7 +103,7 @@ def test_what_nobody_has_is_lost_and_not_the_latest() -> None:
     assert found.is_lost(found.record(Version(5)))
     assert (found.latest, found.newest) == (3, 5)
     assert found.resolve("latest") == (3, None)
-    assert found.awaited(4) is None
+    assert found.reached(4) is None
     failure = found.resolve(5)[1]
     assert failure is not None
     assert "policy/b[0] held it last" in failure.message
@@ -134,9 +133,9 @@ def test_a_loss_is_said_once_and_only_of_what_was_not_replaced() -> None:
 
 def test_whoever_waits_gets_that_version_or_a_newer_one() -> None:
     found = model()
-    assert found.awaited("latest") is None
+    assert found.reached("latest") is None
     hold(found, 5)
-    assert [found.awaited(spec) for spec in ("latest", 4, 5, 6, "latest-1")] == [5, 5, 5, None, None]
+    assert [found.reached(spec) for spec in ("latest", 4, 5, 6, "latest-1")] == [5, 5, 5, None, None]
 
 
 def content(buffer: Buffer, *beside: HostCopy) -> Content:
@@ -146,9 +145,9 @@ def content(buffer: Buffer, *beside: HostCopy) -> Content:
 def test_versions_that_nobody_needs_make_room_the_oldest_first() -> None:
     found = model(max_versions=3)
     for version in range(1, 4):
-        found.note_exists(Version(version))
+        found.note_exists(found.record(Version(version)))
     found.move(worker("a"), content(Empty()), content(Holding(Version(1), ROOT)))
-    found.note_exists(Version(4))
+    found.note_exists(found.record(Version(4)))
     assert sorted(found.versions) == [1, 3, 4]
     assert found.newest == 4
 
@@ -194,14 +193,14 @@ def town() -> Town:
     return Town()
 
 
-# --- what one worker tells of numbers: nobody's are taken along, and no version number is taken, without a receipt ---
+# --- what one worker tells of numbers: no other worker is taken along ---
 
 SETTINGS = Settings(lease_s=4.0, report_s=1.0)
 HIGHEST = 2**62
 
 
-def server(first: int = 1000, *, fresh: bool = True, key: bytes = b"") -> Server:
-    return Server(SETTINGS, 0.0, first, fresh=fresh, key=key)
+def server(first: int = 1000, *, fresh: bool = True) -> Server:
+    return Server(SETTINGS, 0.0, first, fresh=fresh)
 
 
 def hear(found: Server, name: str, now: float = 0.0, **told: object) -> Orders:
@@ -217,57 +216,24 @@ def hear(found: Server, name: str, now: float = 0.0, **told: object) -> Orders:
 
 
 @pytest.mark.parametrize("what", ["seen", "session", "closed"])
-def test_a_number_that_no_server_gave_out_takes_nobody_along(what: str) -> None:
+def test_a_number_that_no_server_gave_out_takes_no_other_worker_along(what: str) -> None:
     found = server()
     hear(found, "liar", **{what: HIGHEST})
     assert hear(found, "honest").number < 2000
     assert found.state.counters["odd_numbers"] == 1
 
 
-def test_a_restarted_server_goes_on_above_what_was_signed_for() -> None:
-    former = server(5_000_000)
-    known = hear(former, "a")
+def test_a_restarted_server_goes_on_above_what_its_workers_have_heard() -> None:
+    known = hear(server(5_000_000), "a")
     found = server(10, fresh=False)
-    told = {"seen": known.number, "session": known.session}
-    assert hear(found, "a", **told, ceiling=known.ceiling, ceiling_receipt=known.ceiling_receipt).number > known.number
+    assert hear(found, "a", seen=known.number, session=known.session).number > known.number
 
 
-def test_far_ahead_is_believed_only_with_a_receipt_of_the_same_key() -> None:
-    far = server(10 * BLOCK, key=b"one")
-    known = hear(far, "a")
-    told = {"seen": known.number, "ceiling": known.ceiling, "ceiling_receipt": known.ceiling_receipt}
-    assert hear(server(10, fresh=False, key=b"one"), "a", **told).number > known.number
-    assert hear(server(10, fresh=False, key=b"other"), "a", **told).number < BLOCK
-
-
-def test_reports_that_repeat_this_lifes_own_ceiling_raise_its_numbers_by_one_block_at_most() -> None:
-    """A worker is told each ceiling with its orders: no report may turn that into the next one."""
-    found = server()
-    orders = hear(found, "liar")
-    for number in range(2, 50):
-        told = {"ceiling": orders.ceiling, "ceiling_receipt": orders.ceiling_receipt}
-        orders = hear(found, "liar", number=number, seen=orders.ceiling, session=orders.ceiling, **told)
-    assert hear(found, "honest").number < 1000 + BLOCK + 200
-
-
-@pytest.mark.parametrize("ceiling", [MAX_CEILING + 1, HIGHEST])
-def test_a_ceiling_that_no_life_reaches_is_not_believed_though_it_is_signed(ceiling: int) -> None:
+def test_a_restarted_server_learns_the_newest_version() -> None:
     found = server(fresh=False)
-    receipt = found.state.notary.ceiling(Number(ceiling))
-    hear(found, "a", seen=Number(ceiling), ceiling=Number(ceiling), ceiling_receipt=receipt)
-    assert hear(found, "b").ceiling < 10 * BLOCK
-    assert found.state.counters["odd_numbers"] == 1
-
-
-def test_the_newest_version_is_believed_with_a_receipt_only() -> None:
-    found = server()
-    hear(found, "liar", newest=Version(HIGHEST))
-    assert found.state.models["policy"].newest is None  # type: ignore[index]
-    receipt = Notary().newest(worker("a").model, Version(7))
-    hear(found, "a", newest=Version(7), newest_receipt=receipt)
-    assert found.state.models["policy"].newest == 7  # type: ignore[index]
-    hear(found, "b", newest=Version(8), newest_receipt=receipt)
-    assert found.state.models["policy"].newest == 7  # type: ignore[index]
+    hear(found, "a", newest=Version(7), newest_epoch=Number(4))
+    hear(found, "b", newest=Version(6), newest_epoch=Number(3))
+    assert (found.state.models["policy"].newest, found.state.models["policy"].newest_epoch) == (7, 4)  # type: ignore[index]
 
 
 def test_the_same_content_is_taken_with_boxes_from_its_publisher_that_names_what_it_was() -> None:
@@ -276,7 +242,7 @@ def test_the_same_content_is_taken_with_boxes_from_its_publisher_that_names_what
     hold(found, 3)
     found.record(Version(3)).roots[plain] = ROOT
     conflicts = [found.conflict(trainer(), Version(3), boxed, ROOT)]
-    found.record(Version(3)).publishers[trainer().name] = None
+    found.record(Version(3)).publisher = trainer().name
     assert found.conflict(trainer(), Version(3), boxed, ROOT) is None
     conflicts += [found.conflict(trainer(), Version(3), boxed, former) for former in (OTHER, Digest(""))]
     conflicts += [found.conflict(trainer(), Version(3), {plain: OTHER}, ROOT)]
@@ -288,22 +254,43 @@ def test_the_same_content_is_taken_with_boxes_from_its_publisher_that_names_what
 def test_what_has_not_heard_that_a_model_was_begun_anew_brings_back_neither_number_nor_content() -> None:
     """It may have been cut off for longer than its lease, and holds what it held; others have begun with 1 again."""
     found, name = server(), worker("a").model
-    receipt = found.state.notary.newest(name, Version(7))
-    hear(found, "idle", newest=Version(7), newest_receipt=receipt)
-    assert begin_anew(found.state, name, is_asked_again=False).awaited
-    told = hear(found, "idle", number=2, newest=Version(7), newest_receipt=receipt)
-    assert (told.newest, era_in(told.newest_receipt)) == (None, 1)
-    hear(found, "idle", number=3, newest_receipt=told.newest_receipt)
-    assert begin_anew(found.state, name, is_asked_again=True).is_final
-    held = Holding(Version(7), Digest("x"), published=True)
-    told = hear(found, "away", buffer=held, newest=Version(7), newest_receipt=receipt)
-    assert (told.newest, told.conflict) == (None, "x")
+    old = {"newest": Version(7), "newest_epoch": Number(500)}
+    hear(found, "idle", **old)
+    assert begin_anew(found.state, name).is_begun
+    told = hear(found, "idle", number=2, **old)
+    assert (told.newest, told.newest_epoch) == (None, 0)
+    held = Holding(Version(7), Digest("x"), published=True, epoch=Number(500))
+    told = hear(found, "away", buffer=held, **old)
+    assert (told.newest, told.superseded) == (None, 500)
     assert found.state.models[name].newest is None
-    restarted = server()
-    hear(restarted, "away", newest=Version(7), newest_receipt=receipt)
-    assert restarted.state.models[name].newest == 7
-    hear(restarted, "idle", newest_receipt=told.newest_receipt)
-    assert restarted.state.models[name].newest is None
+
+
+# --- two publishes of one number, of servers that knew nothing of each other ---
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_of_two_finished_publishes_the_one_with_the_higher_epoch_counts(is_first: bool) -> None:
+    """Whichever is heard first. The holder of the other one is told, and counts for nothing."""
+    found = server(fresh=False)
+    told = {
+        "a": {"buffer": Holding(Version(7), Digest("x"), epoch=Number(5)), "layout": Digest("l")},
+        "b": {"buffer": Holding(Version(7), Digest("y"), epoch=Number(6)), "layout": Digest("l")},
+    }
+    for name in ("a", "b") if is_first else ("b", "a"):
+        hear(found, name, **told[name])
+    assert hear(found, "a", number=2, **told["a"]).superseded == 5
+    assert hear(found, "b", number=2, **told["b"]).superseded == 0
+    record = found.state.models[worker("a").model].versions[Version(7)]
+    assert [who.replica for held in record.whole.values() for who in held] == ["b"]
+
+
+def test_an_unfinished_publish_yields_to_a_finished_one_whatever_its_epoch() -> None:
+    found = server(fresh=False)
+    half = Holding(Version(7), Digest("x"), published=True, epoch=Number(9), is_pending=True)
+    hear(found, "a", buffer=half, layout=Digest("l"))
+    hear(found, "b", buffer=Holding(Version(7), Digest("y"), epoch=Number(5)), layout=Digest("l"))
+    assert hear(found, "a", number=2, buffer=half, layout=Digest("l")).superseded == 9
+    assert found.state.models[worker("a").model].versions[Version(7)].epoch == 5
 
 
 HELD = Holding(Version(HIGHEST), Digest("x"))
@@ -312,10 +299,8 @@ WORDS = {
     "holding": {"buffer": HELD},
     "published": {"buffer": Holding(Version(HIGHEST), Digest("x"), published=True)},
     "a copy": {"copies": (HostCopy(1, Version(HIGHEST), Digest("x"), 1, 1, whole=True),)},
-    "a claim": {"claim": Version(HIGHEST), "claimed_in": Number(1)},
     "an answer": {"call": CallReport(1, "publish", HIGHEST, Digest("x"), resolved=Version(HIGHEST)), "buffer": HELD},
-    "a forged receipt": {"buffer": HELD, "newest": Version(HIGHEST), "newest_receipt": "x"},
-    "a next one": {"buffer": Holding(Version(2**53 + 1), Digest("x"))},
+    "a next one": {"buffer": Holding(Version(2**54 + 1), Digest("x"))},
 }
 
 
@@ -332,17 +317,6 @@ def test_a_version_that_no_publish_could_make_exists_nowhere(told: dict) -> None
     assert next_version(found.state, me.model) == 8
     assert found.state.models[me.model].newest == 7
     assert hear(found, "liar", number=3).acknowledged == 3
-
-
-def test_a_high_version_is_held_where_a_receipt_or_the_newest_one_is_near() -> None:
-    """Numbers may have risen above those that a model begins with, in many steps."""
-    high = Version(2**53 + 5)
-    held = Holding(high, Digest("r"))
-    found = server(fresh=False)
-    receipt = found.state.notary.newest(worker("a").model, high)
-    hear(found, "a", buffer=held, newest=high, newest_receipt=receipt)
-    hear(found, "b", buffer=Holding(Version(high + 1), Digest("r")))
-    assert found.state.models[worker("a").model].newest == high + 1
 
 
 def publish(found: Server, name: str, version: int, root: str) -> None:

@@ -64,10 +64,10 @@ def test_a_call_ends_with_a_refusal_for_good_and_waits_for_a_server_that_may_tak
 def test_what_is_not_its_version_is_given_up(published: bool, buffer: object) -> None:
     """Whoever published has its tensors as they are; whoever replicated has bytes that are nothing."""
     it = Conversation.begun()
-    it.worker.state.memory.buffer = Vacated(ONE, ROOT, published)
-    it.tell(events.Received(orders(2, conflict=Digest("another"))))
-    assert it.worker.buffer == Vacated(ONE, ROOT, published)
-    it.tell(events.Received(orders(3, conflict=ROOT)))
+    it.worker.state.memory.buffer = Vacated(ONE, ROOT, published, Number(8))
+    it.tell(events.Received(orders(2, superseded=Number(7))))
+    assert it.worker.buffer == Vacated(ONE, ROOT, published, Number(8))
+    it.tell(events.Received(orders(3, superseded=Number(8))))
     assert it.worker.buffer == buffer
 
 

@@ -3,7 +3,7 @@
 from msgspec.structs import replace
 
 from tensorhub.protocol.messages import Hello, LayoutInfo, Orders
-from tensorhub.protocol.names import Digest, Number, Version, WorkerId
+from tensorhub.protocol.names import Number, WorkerId
 from tensorhub.protocol.settings import Settings
 from tensorhub.server import Server
 
@@ -44,10 +44,6 @@ class Town:
             self._hear(self.server.handle(message, sender=str(who), now=self.now))
         self.says(who, **more)
 
-    def receipts(self, who: WorkerId, version: Version, root: Digest, publisher: str = "") -> dict[int, str]:
-        """What a server before this one had given it for that content."""
-        return {version: self.server.state.notary.content(who.model, version, who.shard, root, publisher)}
-
     def loses_its_line(self, who: WorkerId) -> None:
         self._hear(self.server.disconnected(str(who), now=self.now))
 
@@ -57,7 +53,7 @@ class Town:
     def says(self, who: WorkerId, **more: object) -> None:
         self.numbers[who], self.told[who] = self.numbers.get(who, 0) + 1, more
         heard = self.orders.get(who)
-        known = {"session": heard.session, "roster": heard.roster} if heard is not None else {"session": Number(0)}
+        known = {"session": heard.session if heard is not None else Number(0)}
         more = {**known, "layout": LAYOUT.digest(), "size_bytes": LAYOUT.size_bytes, **more}
         told = report(self.numbers[who], **more)
         self._hear(self.server.handle(told, sender=str(who), now=self.now))
@@ -77,6 +73,3 @@ class Town:
             assert isinstance(message, Orders)
             self.orders.update({who: message for who in self.numbers if str(who) == sender})
         self.server.check_invariants()
-        for who in [who for who in self.numbers if str(who) in dict(said) and self.orders[who].witness]:
-            if "roster" not in self.told[who]:  # else it shows what the test wants
-                self.says(who, **self.told[who])

@@ -18,6 +18,88 @@ class Mutant:
 
 MUTANTS = (
     Mutant(
+        "a version is established by its publisher alone",
+        "            worker.replica != record.publisher and _has_it_to_stay(",
+        "            _has_it_to_stay(",
+    ),
+    Mutant(
+        "the established version is kept by its publisher alone",
+        "    return member.worker.replica != record.publisher and member.will_keep(record.version)\n",
+        "    return member.will_keep(record.version)\n",
+    ),
+    Mutant(
+        "a buffer is drained right after a restart",
+        "    if model.is_listening:\n        return Drained(why",
+        "    if model is None:\n        return Drained(why",
+    ),
+    Mutant(
+        '"latest" is answered right after a restart',
+        "    if model.is_listening:\n        call.waiting = admission.recovering(state)\n        return\n    missing =",
+        "    missing =",
+    ),
+    Mutant(
+        "a publish is granted right after a restart",
+        "    if model.is_listening:\n        call.waiting = admission.recovering(state)\n        return\n    if len",
+        "    if len",
+    ),
+    Mutant(
+        "a new server forgets the reads that were granted before it",
+        "    if reading is not None and model.is_listening and _may_adopt(state, worker, report):\n",
+        "    if reading is not None and state is None:\n",
+    ),
+    Mutant(
+        "each shard gets the latest version of its own moment",
+        "        epoch = call.epoch if version is not None else Number(0)\n",
+        "        epoch = call.epoch if version is not None else Number(0)\n"
+        '        call.version = None if call.verb == "update" else call.version\n',
+    ),
+    Mutant(
+        "a lower number is published",
+        "    conflict = conflict or model.conflict(replica, version, roots, _former_of(state, replica))\n",
+        "",
+    ),
+    Mutant(
+        "ticket numbers start again after a restart",
+        "            self.last = max(self.last, *[number for number in told if number <= MAX_NUMBER], 0)\n",
+        "            pass\n",
+    ),
+    Mutant("workers do not report the newest version", "        newest=worker.newest,\n", "        newest=None,\n"),
+    Mutant(
+        "another replica publishes beside the writer",
+        "    conflict = admission.why_not_writer(state, model, replica)\n",
+        "    conflict = None\n",
+    ),
+    Mutant(
+        "of two publishes of one number the one that is heard first counts",
+        "        if (not is_pending, epoch) <= (record.exists, record.epoch):\n",
+        "        if (not is_pending) <= record.exists and record.epoch:\n",
+    ),
+    Mutant(
+        "a publish that has not ended well on all shards makes a version",
+        "        if not is_pending:\n            model.note_exists(record)\n",
+        "        model.note_exists(record)\n",
+    ),
+    Mutant(
+        "a restarted server decides before its workers have heard of it",
+        "    if model.awaited.get(member.worker) == member.report.session == member.session:\n",
+        "    if model.awaited.get(member.worker) == member.session:\n",
+    ),
+    Mutant(
+        "the journal does not name a worker that joins",
+        "    state.journal.append(Joined(*member.worker, member.session))\n",
+        "",
+    ),
+    Mutant(
+        "a journal is believed though a worker has a session that it does not know",
+        "    if not is_stale:\n        return\n",
+        "    return\n",
+    ),
+    Mutant(
+        "a silent writer is the writer for ever",
+        "    return replica if any(not member.report.closing for member in members) else None\n",
+        "    return replica\n",
+    ),
+    Mutant(
         "a reader stays with a relay that has lost its session",
         "        is_fixed = current.shares or may_come_back\n",
         "        is_fixed = current.shares or current.source not in state.members\n",
@@ -51,11 +133,6 @@ MUTANTS = (
         "tensors that are registered again count no host copy that is there",
         "        self.max_copies = max(min(event.max_copies, MAX_COPIES), self.count)\n",
         "        self.max_copies = min(event.max_copies, MAX_COPIES)\n",
-    ),
-    Mutant(
-        "a version exists though one of its shards may drop it already",
-        "m.holds_until_told(buffer.version) for m in group",
-        "m.holds(buffer.version) for m in group",
     ),
     Mutant(
         "a call of a restarted job fails because of the processes of the killed one",
@@ -124,16 +201,6 @@ MUTANTS = (
         "        return self.number is not None\n",
     ),
     Mutant(
-        "another replica publishes a claimed number",
-        "    conflict = conflict or admission.conflict_with(state, model, replica, version)\n",
-        "",
-    ),
-    Mutant(
-        "an old claim is as good as a later one",
-        "        if name != replica.name and claimed_by(state, other).get(version, -1) >= mine:\n",
-        "        if name != replica.name and version in claimed_by(state, other):\n",
-    ),
-    Mutant(
         "a call ends with another version than the present server has answered",
         "        if finished == call.number and call.is_inherited and (not call.is_resolved_here or call.version == held):\n",
         "        if finished == call.number and call.is_inherited:\n",
@@ -158,12 +225,6 @@ MUTANTS = (
         "    return taken or _why_spoiled(state, replica) or _why_apart(state, replica)\n",
         "    return taken or _why_apart(state, replica)\n",
     ),
-    Mutant("a claim is forgotten with its call", "    worker.claim = call.claim  #", "    worker.claim = None  #"),
-    Mutant(
-        "a claim is granted right after a restart",
-        "    if waiting is not None:\n        call.waiting = waiting\n        return\n    conflict = admission",
-        "    conflict = admission",
-    ),
     Mutant(
         "two reads write at once",
         "        return self.grant is not None and is_wanted and self.reading is None and now < self.trust_until\n",
@@ -182,23 +243,6 @@ MUTANTS = (
         "    if isinstance(worker.buffer, Withdrawing) and worker.now >= call.started + 0.2:\n"
         "        worker.want(worker.memory.stop_serving())\n",
     ),
-    Mutant("workers do not report what they hold", "        newest=proofs.newest,\n", "        newest=None,\n"),
-    Mutant(
-        "a buffer is drained right after a restart",
-        "    if not model.roll.is_over or admission.may_have_unknown_readers(state, member):\n        return Drained(why",
-        "    if admission.may_have_unknown_readers(state, member):\n        return Drained(why",
-    ),
-    Mutant('"latest" is answered right after a restart', "    return model.roll.is_over and (not", "    return (not"),
-    Mutant(
-        "a publish is granted right after a restart",
-        "    return admission.why_unwitnessed(model, replica) if model.roll.is_over else admission.recovering(state)\n",
-        "    return admission.why_unwitnessed(model, replica)\n",
-    ),
-    Mutant(
-        "a new server forgets the reads that were granted before it",
-        "    if reading is not None and state.is_recovering and _may_adopt(state, worker, report):\n",
-        "    if reading is not None and state is None:\n",
-    ),
     Mutant(
         "a read that was taken back counts as closed",
         "        self.reads.take_back(read)\n",
@@ -215,13 +259,6 @@ MUTANTS = (
     Mutant("a drain waits for a dead reader", "    close_reads(state, member, None)\n    model.move", "    model.move"),
     Mutant("a late report is believed", "        if report.number <= member.report.number:\n", "        if False:\n"),
     Mutant(
-        "each shard gets the latest version of its own moment",
-        "        version = call.version if shard in call.arrived or call.is_finished else None\n        return Answer",
-        "        version = call.version if shard in call.arrived or call.is_finished else None\n"
-        '        call.version = None if call.verb == "update" else call.version\n'
-        "        return Answer",
-    ),
-    Mutant(
         "a call ends before all shards have the version",
         "        if member is None or Shard(shard) not in call.arrived or not _is_in(member, call):\n"
         "            return False\n",
@@ -237,16 +274,6 @@ MUTANTS = (
         "readers wait for each other in a ring",
         "        if member is None or worker in behind:\n            continue\n        for from_host",
         "        if member is None or worker == reader.worker:\n            continue\n        for from_host",
-    ),
-    Mutant(
-        "a lower number is published",
-        "    conflict = model.conflict(replica, version, facts.roots_of(state, replica, call), _former_of(state, replica))\n",
-        "    conflict = None\n",
-    ),
-    Mutant(
-        "ticket numbers start again after a restart",
-        "        self.last = max(self.last, *[number for number in told if self.is_ours(number)], 0)\n",
-        "",
     ),
     Mutant(
         "a lost version is the latest",
@@ -275,7 +302,7 @@ MUTANTS = (
     ),
     Mutant(
         "a worker that withdraws with its call is not told soon that it is drained",
-        "            evidence.judge_withdrawals(state, model, replica)\n",
+        "            content.judge_withdrawals(state, model, replica)\n",
         "            pass\n",
     ),
     Mutant(
@@ -288,82 +315,6 @@ MUTANTS = (
         "        case Withdrawing(version=held) if held == version or not _may_come_within_reach(worker, call, version):\n"
         "            hold_on(worker)\n",
         "",
-    ),
-    Mutant(
-        "a new server does not learn which replica has published",
-        "member.shard, record.roots[key], publisher\n",
-        'member.shard, record.roots[key], ""\n',
-    ),
-    Mutant(
-        "a grant carries no receipt",
-        "    coming = [(read.version, None, member.layout_key)] if read is not None else []\n",
-        "    coming: list[tuple[Version, Digest | None, LayoutKey]] = []\n",
-    ),
-    Mutant(
-        "unproved content gets a receipt",
-        "if record is None or not record.exists or key not in record.proved or root",
-        "if record is None or not record.exists or key not in record.roots or root",
-    ),
-    Mutant(
-        "half of an unfinished publish counts beside a finished one",
-        "        _is_left_over(record, member)\n        or",
-        "        False\n        or",
-    ),
-    Mutant(
-        "a restarted shard proves its content by a sibling's",
-        "    if any(each.former_session >= member.former_seen for each in witnesses):\n",
-        "    if any(each.former_session >= member.report.seen for each in witnesses):\n",
-    ),
-    Mutant("half of a publish is read", "    if published and not model.roll.is_over:\n", "    if False:\n"),
-    Mutant(
-        "doubted content is overwritten while it is read",
-        "        if is_in_doubt and facts.is_undecided(state, member):\n",
-        "        if False:\n",
-    ),
-    Mutant(
-        "a second publisher of the same content is refused",
-        "own not in record.named and own not in record.claims\n",
-        "own not in record.named\n",
-    ),
-    Mutant(
-        "a worker with doubted content is granted a read of the same version",
-        "    if version is not None and facts.may_have(state, member, version):\n",
-        "    if False:\n",
-    ),
-    Mutant(
-        "a drained worker serves other versions again",
-        "    if not is_undecided(state, source):\n        return False\n    if from_host:\n",
-        "    if is_undecided(state, source):\n        return True\n    if from_host:\n",
-    ),
-    Mutant(
-        "a finished publish is refused because its shards return one by one",
-        "    return is_made or len(replica.members) < replica.shards\n",
-        "    return is_made\n",
-    ),
-    Mutant(
-        "an unpublish of a finished publish is refused",
-        "any(own in those for those in (record.named, record.accepted, _takers(record)))",
-        "any(own in those for those in (record.named, record.accepted))",
-    ),
-    Mutant(
-        "one of two publishers of the same content is refused",
-        "any(own in those for those in (record.named, record.accepted, _takers(record)))",
-        "any(own in those for those in (record.named, _takers(record)))",
-    ),
-    Mutant(
-        "a conflict is told before all workers are heard",
-        "    if key in model.record(version).proved:\n        return False\n",
-        "    return False\n",
-    ),
-    Mutant(
-        "a new server does not believe that a version was established",
-        "    if says_established(receipt) and not record.is_established:\n",
-        "    if False:\n",
-    ),
-    Mutant(
-        "a reader drops the receipt of its grant",
-        "worker.proofs.take_orders(orders, worker.versions_at_hand)",
-        "worker.proofs.take_orders(orders, worker.versions_here)",
     ),
     Mutant(
         "an update goes back because a shard restores its version",
@@ -395,11 +346,6 @@ MUTANTS = (
         "            see_that_it_begins(state, model, record, member)\n        return\n",
         "            see_that_it_begins(state, model, record, member)\n"
         "        record.roots[member.line] = record.layouts.setdefault(member.line, member.report.layout)\n",
-    ),
-    Mutant(
-        "a restarted server waits for a worker that never shows what it knows",
-        "    if all(_asked_for_s(state, model, state.known(each)) >= state.settings.lease_s for each in roll.witnessed):\n",
-        "    if not roll.witnessed:\n",
     ),
     Mutant(
         "a released host copy counts again",
@@ -442,11 +388,6 @@ MUTANTS = (
         "a host copy that cannot be made is tried for ever",
         "        return copy.layout != self.layout or self.failed.get(copy.version, 0) >= MAX_TRIES\n",
         "        return copy.layout != self.layout\n",
-    ),
-    Mutant(
-        "the layout of a version is that of tensors registered before",
-        "about = copy.version, copy.root, copy.layout\n",
-        "about = copy.version, copy.root\n",
     ),
     Mutant(
         "tensors are filled from a host copy while they are read",
@@ -596,37 +537,6 @@ MUTANTS = (
         "wanted_read(state, model, replica, member) if not state.is_recovering else None",
     ),
     Mutant(
-        "a grant is known to the reader alone",
-        "        return found if reader.worker in model.roll.witnessed else []\n",
-        "        return found\n",
-    ),
-    Mutant(
-        "a publish is known to its publisher alone",
-        "        if worker in model.roll.unwitnessed:\n            return Failure",
-        "        if False:\n            return Failure",
-    ),
-    Mutant(
-        "a worker ends the recovery by what it says itself",
-        "    if roll.is_over or told is None or not _is_proved(state, model, told):\n",
-        "    if roll.is_over or told is None:\n",
-    ),
-    Mutant(
-        "the recovery ends before all workers have heard of it",
-        "        return self.shown is not None and not self.unaware and",
-        "        return self.shown is not None and",
-    ),
-    Mutant(
-        "a worker unknown to the others is drained at once",
-        "    if not model.roll.is_over or admission.may_have_unknown_readers(state, member):\n        return Drained(why",
-        "    if not model.roll.is_over:\n        return Drained(why",
-    ),
-    Mutant(
-        "any worker is a source while a restarted server listens",
-        "    return [candidate for candidate in found if _has_heard_us(state.known(candidate.worker))]\n",
-        "    return found\n",
-    ),
-    Mutant("a restarted server waits for workers that have left", "    end_roll_call(state, model, member)\n", ""),
-    Mutant(
         "a worker does not report that it was told drained",
         "        return self.is_drained or self.report.stops\n",
         "        return self.is_drained\n",
@@ -691,17 +601,6 @@ MUTANTS = (
         "workers wait for a fetch of one that fell silent",
         "            state.members.wake(member, min(is_silent_at, state.now + slow.window_s(state)))\n",
         "            pass\n",
-    ),
-    Mutant(
-        "a shared host copy is read by each worker",
-        "    choice = choose_source(found, now=state.now)\n"
-        "    if choice is not None:\n"
-        "        source, reason = choice\n"
-        '        state.give(member, record, [source.place], f"{reason}; shared"',
-        "    choice = None\n"
-        "    if choice is not None:\n"
-        "        source, reason = choice\n"
-        '        state.give(member, record, [source.place], f"{reason}; shared"',
     ),
     Mutant(
         "workers share host copies of other hosts",
@@ -837,19 +736,9 @@ MUTANTS = (
         "",
     ),
     Mutant(
-        "a version is established by its publisher alone",
-        "            worker.replica not in record.publishers and _has_it_to_stay(",
-        "            _has_it_to_stay(",
-    ),
-    Mutant(
         "a version is established by a worker that wants to leave it",
         "    return member.will_hold(version) or member.has_whole_copy(version)\n\n\ndef _is_to_be_kept",
         "    return member.holds(version) or member.has_whole_copy(version)\n\n\ndef _is_to_be_kept",
-    ),
-    Mutant(
-        "the established version is kept by its publisher alone",
-        "    return member.worker.replica not in record.publishers and member.will_keep(record.version)\n",
-        "    return member.will_keep(record.version)\n",
     ),
     Mutant(
         "workers that leave a version together rely on each other",
@@ -905,10 +794,5 @@ MUTANTS = (
         "a host copy is made ahead though other reliable workers may have the version",
         " or layouts.has_company(model, member):\n",
         ":\n",
-    ),
-    Mutant(
-        "host copies are released in the first lease",
-        "        and (not state.is_recovering or (newest is not None and copy.version < newest))\n",
-        "",
     ),
 )

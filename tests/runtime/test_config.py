@@ -277,11 +277,11 @@ def test_a_secret_is_made_once_by_processes_that_start_together(tmp_path: Path) 
     (text,) = found
     assert text is not None
     assert len(bytes.fromhex(text)) == 32
-    assert secret("server-key", create=True, environ=environ) != text
+    assert secret("other", create=True, environ=environ) != text
     path = tmp_path / "new" / "state" / "token"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-    assert sorted(os.listdir(path.parent)) == ["server-key", "token"]
+    assert sorted(os.listdir(path.parent)) == ["other", "token"]
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"\x1b[31m\n", b"\xff\xfe", b"x" * 5000])

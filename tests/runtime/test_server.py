@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import random
 import re
 import socket
@@ -14,16 +15,16 @@ import pytest
 import tensorhub
 from tensorhub.protocol.errors import UsageError
 from tensorhub.protocol.messages import MAX_LAYOUT_BYTES, MAX_REPORT_BYTES, PROTOCOL, Orders, Refusal, Report
-from tensorhub.protocol.names import ModelName, Number, Version
+from tensorhub.protocol.names import ModelName, Number, ReplicaName, Shard
 from tensorhub.protocol.settings import Settings
 from tensorhub.runtime import server as server_module
 from tensorhub.runtime.connection import decode_to_worker, encode
-from tensorhub.runtime.serving import ServerThread, _key
-from tensorhub.server.versions import Notary
+from tensorhub.runtime.journal import JournalFile
+from tensorhub.runtime.serving import ServerThread
+from tensorhub.server.journal import Begun, Over
 
 from .kit import PATIENCE_S, eventually, hello, line_to, own_token, within
 
-KEYLESS = "a restart of this server will wait for a lease, for it cannot keep its key"
 AIOHTTP = tuple(map(int, aiohttp.__version__.split(".")[:3]))
 
 
@@ -218,35 +219,52 @@ def test_a_server_with_a_token_answers_nobody_without_it():
         assert json.loads(said) == {"status": "ok", "protocol": PROTOCOL}
 
 
-@pytest.mark.parametrize("token", ["", "s3cret"])
-def test_no_worker_can_sign_a_receipt_by_what_it_knows(token, monkeypatch, tmp_path):
-    """Each worker knows the token. With a forged ceiling it would put all numbers out of range."""
-    monkeypatch.setenv("TENSORHUB_STATE_DIR", str(tmp_path))
-    forger = Notary(token.encode())
-    ceiling, newest = Number(2**55), Version(2**60)
-    told = {"ceiling": ceiling, "ceiling_receipt": forger.ceiling(ceiling), "seen": ceiling}
-    told |= {"newest": newest, "newest_receipt": forger.newest(ModelName("m"), newest)}
+@pytest.mark.parametrize("fate", ["whole", "torn", "gone"])
+def test_a_restarted_server_goes_on_at_once_where_its_journal_names_all_workers(fate, tmp_path):
+    """Else any worker may still live, and it listens for a lease."""
+    journal = tmp_path / "journal"
+    server = tensorhub.serve(lease_s=600, state=journal)
+    port = int(server.address.rpartition(":")[2])
+    with tensorhub.open("m", replica="t", server=server.address) as trainer:
+        trainer.register({"w": np.ones(1000)})
+        assert trainer.publish(1) == 1
+        server.close()
+        if fate == "torn":
+            journal.write_bytes(journal.read_bytes()[:-3])
+        elif fate == "gone":
+            journal.unlink()
+        with tensorhub.serve(port=port, lease_s=600, fresh=False, state=journal) as server:
+            if fate == "whole":
+                with trainer.mutating(version=2, timeout=60):
+                    pass
+                assert server.status().recovering_s == 0
+            else:
+                with (
+                    pytest.raises(tensorhub.DeadlineExceeded, match="listens for"),
+                    trainer.mutating(version=2, timeout=3),
+                ):
+                    pytest.fail("the block ran")
+                assert server.status().recovering_s > 500
+            trainer.close(timeout=3)
 
-    async def talk(server):
-        async with line_to(server.address, hello(token=token), Report(1, **told)) as line:
-            return await hear(line)
 
-    with tensorhub.serve(token=token, insecure=not token, fresh=False, lease_s=2, report_s=0.2) as server:
-        orders = asyncio.run(talk(server))
-    assert isinstance(orders, Orders)
-    assert orders.number < ceiling
-    assert orders.newest is None
-    assert orders.ceiling_receipt != forger.ceiling(orders.ceiling)
+def test_a_journal_belongs_to_one_server_at_a_time(tmp_path):
+    with (
+        tensorhub.serve(state=tmp_path / "journal"),
+        pytest.raises(UsageError, match="another server uses the journal"),
+    ):
+        tensorhub.serve(state=tmp_path / "journal")
 
 
-@pytest.mark.parametrize("is_kept", [True, False])
-def test_the_next_server_takes_the_receipts_of_the_one_before_if_it_has_its_key(is_kept, monkeypatch, tmp_path, caplog):
-    """Whatever the token is. Where no key can be kept, the log says so."""
-    monkeypatch.setenv("TENSORHUB_STATE_DIR", str(tmp_path if is_kept else "/proc/nowhere"))
-    first, last = (_key().encode() for _ in range(2))
-    assert (Notary(first).ceiling(Number(7)) == Notary(last).ceiling(Number(7))) == is_kept
-    said = [each.getMessage().partition(":")[0] for each in caplog.records]
-    assert said == ([] if is_kept else [KEYLESS] * 2)
+def test_a_server_goes_on_without_a_journal_that_cannot_be_written(tmp_path, caplog):
+    journal = JournalFile(tmp_path / "journal")
+    journal.write([Begun(1, Number(1), "")], is_whole=True)
+    os.close(journal._file)
+    journal._file = os.open(tmp_path / "journal", os.O_RDONLY)
+    journal.write([Over(ModelName("m"), ReplicaName("r"), Shard(0))], is_whole=False)
+    assert "a restart of this server will wait for a lease" in caplog.text
+    assert not (tmp_path / "journal").exists()
+    journal.close()
 
 
 @pytest.mark.parametrize("token", ["s3cret ", " s3cret", "s3\tcret", "s3cret\n", b"s3cret"])

@@ -14,7 +14,6 @@ from tensorhub.protocol.names import TILED, Digest, Version
 from tensorhub.worker.events import (
     Called,
     Cancelled,
-    ClaimDropped,
     Closing,
     Connected,
     CopiedIn,
@@ -275,10 +274,6 @@ class Player:
         if verb == "mutate":
             verb, spec, claim = "unpublish", "", Version(int(spec))
         self.tell(Called(verb, spec, self.stage.now + timeout_s, root, claim, waits, metadata, grid))
-
-    def give_back(self) -> None:
-        """The block of a `mutating` raised."""
-        self.tell(ClaimDropped())
 
     def miss(self, verb: str, spec: int | str, why: str) -> None:
         """User code wanted to make that call, and could not."""

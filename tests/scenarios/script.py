@@ -10,10 +10,9 @@ from collections.abc import Callable
 from math import prod
 
 from tensorhub.protocol.manifest import Layout, TensorSpec, contiguous_strides, item_bytes
-from tensorhub.protocol.messages import PROTOCOL, Failure, Hello, Roster
-from tensorhub.protocol.names import Digest, ModelName, Number, ReplicaName, Shard, Version
+from tensorhub.protocol.messages import PROTOCOL, Failure, Hello
+from tensorhub.protocol.names import Digest, ModelName, ReplicaName, Shard, Version
 from tensorhub.protocol.settings import Settings
-from tensorhub.server.versions import Notary
 from tensorhub.worker.events import ReadMeasured
 
 from .player import CHUNKS, Player
@@ -98,14 +97,13 @@ def _player(stage: Stage, name: str) -> Player:
 
 
 def _settings(stage: Stage, words: list[str]) -> None:
-    names = ("lease", "report", "failures", "retain", "slow", "established", "rosters")
+    names = ("lease", "report", "failures", "retain", "slow", "established")
     _, options = _options(words, (*names, "versions"))
     lease_s = _seconds(options.get("lease", "10s"))
     report_s = _seconds(options.get("report", "1s"))
     failures, retain = int(options.get("failures", "8")), int(options.get("retain", "0"))
     times = {"lease_s": lease_s, "report_s": report_s, "slow_s": _seconds(options.get("slow", "1000s"))}
     keep = options.get("established", "no") == "kept"
-    stage.words.shows_rosters = options.get("rosters", "") == "shown"
     stage.settings = Settings(
         **times,
         max_failures=failures,
@@ -116,7 +114,14 @@ def _settings(stage: Stage, words: list[str]) -> None:
 
 
 def _server(stage: Stage, words: list[str]) -> None:
-    stage.start_server(fresh="restarted" not in words, first_number=1 if "backwards" in words else None)
+    journal = stage.kept_journal if "kept" in words else b"" if "forgetful" in words else stage.journal
+    first_number = 1 if "backwards" in words else None
+    stage.start_server(fresh="restarted" not in words, first_number=first_number, journal=journal)
+
+
+def _keep(stage: Stage, words: list[str]) -> None:
+    assert words == ["journal"], "only the journal can be kept"
+    stage.kept_journal = stage.journal
 
 
 def _worker(stage: Stage, words: list[str]) -> None:
@@ -176,14 +181,6 @@ def _crash(stage: Stage, words: list[str]) -> None:
         stage.crash_worker(player)
 
 
-def _freeze(stage: Stage, words: list[str]) -> None:
-    stage.freeze_worker(_player(stage, words[0]))
-
-
-def _thaw(stage: Stage, words: list[str]) -> None:
-    stage.thaw_worker(words[0])
-
-
 # --- calls ------------------------------------------------------------------------------------------------------------
 
 
@@ -206,12 +203,6 @@ def _call(stage: Stage, words: list[str]) -> None:
             grid=grid,
             untiled="untiled" in rest[1:],
         )
-        stage.pump()
-
-
-def _give_back(stage: Stage, words: list[str]) -> None:
-    for player in _players(stage, words[0]):
-        player.give_back()
         stage.pump()
 
 
@@ -289,15 +280,6 @@ def _stick(stage: Stage, words: list[str]) -> None:
 
 def _unstick(stage: Stage, words: list[str]) -> None:
     _player(stage, words[0]).unstick()
-
-
-def _forge(stage: Stage, words: list[str]) -> None:
-    player, count = _player(stage, words[0]), int(words[1])
-    state = player.worker.state
-    roster = state.proofs.roster
-    number = Number((roster.number if roster is not None else 0) + 10_000)
-    digest = f"{Notary().session(player.me, state.session):x}"
-    state.proofs.roster = Roster(number, count, digest, "as good as any")
 
 
 def _linger(stage: Stage, words: list[str]) -> None:
@@ -422,14 +404,12 @@ def _memory(stage: Stage, words: list[str]) -> None:
 COMMANDS: dict[str, Callable[[Stage, list[str]], None]] = {
     "settings": _settings,
     "server": _server,
+    "keep": _keep,
     "worker": _worker,
     "crash": _crash,
-    "freeze": _freeze,
-    "thaw": _thaw,
     "call": _call,
     "miss": _miss,
     "cancel": _cancel,
-    "give-back": _give_back,
     "close": _close,
     "register": _register,
     "read": _read,
@@ -441,7 +421,6 @@ COMMANDS: dict[str, Callable[[Stage, list[str]], None]] = {
     "trickle": _trickle,
     "stick": _stick,
     "unstick": _unstick,
-    "forge": _forge,
     "linger": _linger,
     "let-go": _let_go,
     "slow": _slow,

@@ -14,10 +14,12 @@ from tensorhub.protocol.manifest import Layout
 from tensorhub.protocol.messages import Hello, Holding, Orders, Refusal, Report, ToServer, ToWorker
 from tensorhub.protocol.settings import Settings
 from tensorhub.server import Outbox, Server
+from tensorhub.server.journal import encoded, history_of
 
 from .player import Player
 from .words import Words, name_of
 
+BOOT = "this boot"
 MAX_STEPS = 20_000  # of one command; a conversation that does not end is a bug
 
 
@@ -51,9 +53,10 @@ class Stage:
     contents: dict[str, list[str]] = field(default_factory=dict)  # what was published, by root
     held: dict[tuple[str, bool], list[Letter]] = field(default_factory=dict)
     cut: dict[str, None] = field(default_factory=dict)
-    frozen: dict[str, Player] = field(default_factory=dict)
     server: Server | None = None
     server_lives: int = 0
+    journal: bytes = b""  # outlives the server
+    kept_journal: bytes = b""  # as it was once
 
     def __post_init__(self) -> None:
         self.words = Words()
@@ -86,14 +89,21 @@ class Stage:
 
     # --- the server ---------------------------------------------------------------------------------------------------
 
-    def start_server(self, *, fresh: bool, first_number: int | None = None) -> None:
+    def start_server(self, *, fresh: bool, first_number: int | None = None, journal: bytes | None = None) -> None:
         assert self.server is None, "the server is running"
         self.server_lives += 1
         first_number = first_number or self.server_lives * 100_000
-        self.server = Server(self.settings, self.now, first_number=first_number, fresh=fresh)
+        told = history_of(journal or b"", boot=BOOT, max_versions=256) if not fresh else None
+        self.server = Server(self.settings, self.now, first_number=first_number, fresh=fresh, history=told, boot=BOOT)
+        self._write_journal()
         for player in self.players.values():
             if player.name not in self.cut:
                 self.connect(player)
+
+    def _write_journal(self) -> None:
+        assert self.server is not None
+        records, is_whole = self.server.to_journal()
+        self.journal = encoded(records) if is_whole else self.journal + encoded(records)
 
     def crash_server(self) -> None:
         assert self.server is not None, "the server is not running"
@@ -125,15 +135,6 @@ class Stage:
         if self.server is not None and player.name not in self.cut:
             self._line_ended(player.sender)
         self.cut.pop(player.name, None)
-
-    def freeze_worker(self, player: Player) -> None:
-        self.crash_worker(player)
-        self.frozen[player.name] = player
-
-    def thaw_worker(self, name: str) -> None:
-        assert name not in self.players, f"another {name} is alive"
-        player = self.players[name] = self.frozen.pop(name)
-        player.disconnected()
 
     def _line_ended(self, sender: str) -> None:
         if self._is_stalled:
@@ -203,6 +204,7 @@ class Stage:
         self.say(f"{text}{note}" if text is not None else None)
 
     def _send_all(self, outbox: Outbox) -> None:
+        self._write_journal()
         senders = {player.sender: player for player in self.players.values()}
         for sender, message in outbox:
             if sender not in senders:

@@ -36,8 +36,7 @@ def _server(stage: Stage) -> list[str]:
     server = stage.server
     if server is None:
         return ["server: none"]
-    is_called = [model for model in server.state.models.values() if not model.roll.is_over]
-    lines = ["server: listens only, after a restart" if is_called or not server.state.models else "server: decides"]
+    lines = ["server: listens only, after a restart" if server.state.is_recovering else "server: decides"]
     for name, model in sorted(server.state.models.items()):
         lines.append(f"{name}: latest is {model.latest}")
         for version, record in sorted(model.versions.items()):

@@ -61,7 +61,6 @@ class Words:
         self._granted_to: dict[int, str] = {}
         self._sessions: dict[int, str] = {}
         self._last: dict[tuple[str, str], object] = {}
-        self.shows_rosters = False
 
     def forget(self, who: str) -> None:
         """A new connection: whatever is said is news again."""
@@ -109,16 +108,12 @@ class Words:
             parts.append(f"reads {self.ticket(report.reading.ticket)}{root} from {names_of(report.reading.sources)}")
         parts += [f"{self.ticket(failure.ticket)} failed: {failure.code}" for failure in report.failures]
         parts += [copy_text(copy) for copy in report.copies]
-        if report.claim is not None:
-            parts.append(f"has claimed {report.claim}")
         if report.pins:
             parts.append(f"pins {', '.join(map(str, report.pins))}")
         if report.prefetch is not None:
             parts.append(f"wants {report.prefetch} ahead")
         if report.closing:
             parts.append("leaving" if report.left else "wants to leave")
-        if self.shows_rosters and report.roster is not None:
-            parts.append(f"shows a roster of {report.roster.count}")
         return ", ".join(parts)
 
     def _standing(self, who: str, report: Report) -> list[tuple[str, str]]:
@@ -164,9 +159,7 @@ class Words:
         if orders.fetch is not None:
             parts.append(f"fetch {orders.fetch}")
         parts += [f"release copy {number}" for number in orders.release]
-        if self.shows_rosters:
-            parts.append(f"roster of {orders.roster.count}" if orders.roster is not None else "no roster")
-            parts += ["be a witness"] if orders.witness else []
+        parts += ["what it holds is superseded"] if orders.superseded else []
         return ", ".join(parts)
 
     def grant(self, grant: Grant) -> str:
@@ -216,8 +209,9 @@ def buffer_text(buffer: Buffer) -> str:
     match buffer:
         case Filling(version=version, done=done, chunks=chunks):
             return f"filling {version}" + (f" ({done} of {chunks})" if chunks else "")
-        case Holding(version=version, root=root, published=published):
-            return f"holding {version} [{root}]" + (" published" if published else "")
+        case Holding(version=version, root=root, published=published, is_pending=is_pending):
+            how = " published" if published and not is_pending else " being published" if published else ""
+            return f"holding {version} [{root}]{how}"
         case Withdrawing(version=version, impatient=impatient):
             return f"withdrawing {version}" + (" impatiently" if impatient else "")
         case Vacated(version=version):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from tensorhub.protocol.messages import PREFETCHED, Failure, Poisoned
 from tensorhub.protocol.names import Digest, Version
-from tensorhub.worker.events import Called, ClaimDropped, Finished
+from tensorhub.worker.events import Called, Finished
 from tensorhub.worker.state import FILLS
 
 from .contents import plain_root_of, root_of, values_of
@@ -319,8 +319,6 @@ class TrainerApp(App):
     def _drop_claim(self) -> None:
         """As `mutating` does where it does not come to the publish."""
         self.claimed = None
-        for process in self.shards.values():
-            process.run(lambda p=process: p.tell(ClaimDropped()))  # type: ignore[misc]
 
     def _train(self) -> None:
         for process in self.shards.values():

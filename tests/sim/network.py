@@ -13,6 +13,7 @@ import msgspec
 
 from tensorhub.protocol.messages import Hello, LayoutInfo, Orders, Refusal, Report, ToServer, ToWorker, named
 from tensorhub.server import Outbox, Server
+from tensorhub.server.journal import History, encoded, history_of
 
 from .fates import Fates
 from .plan import Plan
@@ -21,6 +22,9 @@ from .world import World
 if TYPE_CHECKING:
     from .cluster import Cluster
     from .process import Process
+
+BOOT = "this boot"
+WHOLE, STALE, TORN = 0.6, 0.7, 0.85  # of the restarts find it whole, at least old, at least in part
 
 _to_server = msgspec.msgpack.Decoder(ToServer)
 _to_worker = msgspec.msgpack.Decoder(ToWorker)
@@ -51,6 +55,7 @@ class ControlPlane:
         self._backlog: list[Callable[[], None]] = []
         self._tick_at = inf
         self._chance = world.stream("server")
+        self._disk = self._former_disk = b""  # the server's journal, as it is and as the life before has found it
         self._rate = 1.0 + self._chance.uniform(-plan.conditions.drift, plan.conditions.drift)
 
     @property
@@ -71,12 +76,35 @@ class ControlPlane:
         if self.plan.conditions.clock_goes_back and draw < 0.5:
             first_number = low
         self.server = Server(
-            settings=self.plan.settings, now=self.server_now, first_number=first_number, fresh=self.lives == 1
+            settings=self.plan.settings,
+            now=self.server_now,
+            first_number=first_number,
+            fresh=self.lives == 1,
+            history=self._history() if self.lives > 1 else None,
+            boot=BOOT,
         )
+        self._former_disk = self._disk
+        self._write()
         self.started_at = self.world.now
         self.connections = {}
         self.world.note("server", f"starts, life {self.lives}")
         self._schedule_tick()
+
+    def _history(self) -> History | None:
+        """What the journal says by now: mostly all; or it is gone, torn, or an old one was put in its place."""
+        fate, cut = self._chance.random(), self._chance.randrange(1, 40)
+        data = self._disk if fate < WHOLE else self._former_disk if fate < STALE else self._disk[:-cut]
+        if fate > TORN:
+            data = b""
+        self.world.note("server", f"finds {len(data)} of {len(self._disk)} bytes of its journal")
+        return history_of(data, boot=BOOT, max_versions=self.plan.settings.max_versions)
+
+    def _write(self) -> None:
+        """The journal is written before anything is sent."""
+        server = self.server
+        if server is not None:
+            records, is_whole = server.to_journal()
+            self._disk = encoded(records) if is_whole else self._disk + encoded(records)
 
     def kill_server(self) -> None:
         """Everybody's connection breaks; who is cut off finds out later."""
@@ -210,6 +238,7 @@ class ControlPlane:
         self.cluster.watch.server_acted()
 
     def _deliver(self, outbox: Outbox) -> None:
+        self._write()
         for sender, message in outbox:
             connection = self.connections.get(sender)
             if connection is None:

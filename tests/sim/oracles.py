@@ -223,10 +223,15 @@ class Oracles:
             self._is_latest(life, call, answer.version)
 
     def _may_publish(self, life: Life, call: Call, version: Version) -> None:
-        """A number is used once in the life of a server, and by the replica that has claimed it."""
+        """A number is used once in the life of a server, and by the one replica that is the writer."""
+        what, truth = f"{life.name} may {call.verb} {version}", self.truth
+        former, truth.writers[life.me.model] = truth.writers.get(life.me.model, life), life
+        is_known = former.is_alive and former.heard_by == truth.server_life and former.closing == inf
+        is_sure = self.now - former.heard_at < SURE_OF_A_LEASE * self.settings.lease_s
+        if former.me.replica != life.me.replica and is_known and is_sure:
+            self.broken("one writer", f"{what}, though {former.name} is the writer")
         if not self.is_quiet(self.now, "lives"):
             return
-        what, truth = f"{life.name} may {call.verb} {version}", self.truth
         for number in truth.existing(life.me.model):
             made = truth.exists(life.me.model, number)
             assert made is not None
@@ -234,10 +239,6 @@ class Oracles:
             is_known = made.server_life == truth.server_life and made.exists < self.now - truth.spread_s
             if number >= version and is_other and is_known and truth.is_whole(life.me.model, number):
                 self.broken("G3 numbers are used once", f"{what}, though {number} of {made.replica} exists")
-        for other in truth.of_model(life.me.model):
-            is_rival = other.me.replica != life.me.replica and other.closing == inf
-            if is_rival and other.claimed == (version, truth.server_life):
-                self.broken("G3 numbers are used once", f"{what}, which {other.name} has claimed")
 
     def _is_latest(self, life: Life, call: Call, version: Version) -> None:
         """In quiet weather the latest is the newest that all its shards could be read of."""
@@ -427,7 +428,7 @@ class Oracles:
         if not is_well or is_refused or any(map(self.truth.weather.is_down, members)):
             return ""
         if is_trainer:
-            return f"{replica} never published anything" if has is None else ""
+            return "" if has is not None or self.truth.existing(model) else f"{replica} never published anything"
         is_there = (v for v in self.truth.existing(model) if self.truth.is_whole(model, v, self._is_well))
         newest = next(is_there, None)
         return f"{replica} has version {has}, the latest is {newest}" if newest is not None and has != newest else ""

@@ -121,7 +121,6 @@ class Life:
     heard: Report | None = None  # the latest that a server took in
     heard_at: float = -inf
     heard_by: int = 0  # which life of the server; 0 once that has refused it
-    claimed: tuple[Version, int] | None = None  # the number that it may publish next, by which life of the server
     waits_since: float = inf  # it has been ready to read what it needs for so long
     unanswered_since: float = inf  # and in an update to a version that no worker that lives has whole
 
@@ -240,6 +239,7 @@ class Truth:
         self.made: dict[tuple[str, Version], dict[ReplicaName, Made]] = {}
         self.recut: dict[str, None] = {}  # models of which a worker has registered other tensors than before
         self.server_life = 0
+        self.writers: dict[str, Life] = {}  # the latest of each model that was let publish, or claim a number
 
     @property
     def now(self) -> float:
@@ -302,9 +302,9 @@ class Truth:
         return list(self.made.get((model, version), {}).values())
 
     def exists(self, model: str, version: Version) -> Made | None:
-        """The first that came to be under that number."""
+        """The last that came to be under that number: a publish that a server has let happen has the higher epoch."""
         found = [made for made in self.made_as(model, version) if made.exists < inf]
-        return min(found, key=lambda made: made.exists, default=None)
+        return max(found, key=lambda made: made.exists, default=None)
 
     def existing(self, model: str) -> list[Version]:
         """The versions that came to be, newest first."""
@@ -355,8 +355,6 @@ class Truth:
                 if life.layout not in ("", digest):
                     self.recut[life.me.model] = None
                 life.layout, life.registered, life.held = digest, self.now, None
-            case events.ClaimDropped():
-                life.claimed = None
             case events.Wished(_, pins):
                 life.pins = pins
             case events.ReadEnded(complete=complete, failure=failure):
@@ -421,8 +419,6 @@ class Truth:
             if call.outcome.number and call.outcome.version is not None:
                 for made in self.made_as(life.me.model, call.outcome.version):
                     made.is_known = True
-            if call.outcome.number:  # else it was not the server's to decide
-                life.claimed = (call.claim, self.server_life) if call.claim is not None else None
         life.past = [*life.past, call][-MAX_PAST:]
         life.call = None
 

@@ -206,8 +206,9 @@ def number_twice(bench: Bench) -> None:
     bench.oracles.ordered(bench.second, answers(ONE))
 
 
-def claimed_twice(bench: Bench) -> None:
-    bench.first.claimed = TWO, 0
+def two_writers(bench: Bench) -> None:
+    bench.truth.writers[bench.first.me.model] = bench.first
+    bench.first.heard_by, bench.first.heard_at = bench.truth.server_life, bench.oracles.now
     bench.calls(bench.second, "unpublish", "", claim=TWO)
     bench.oracles.ordered(bench.second, answers(TWO))
 
@@ -286,7 +287,8 @@ def stands_still(bench: Bench) -> None:
 BITES: dict[Callable[[Bench], None], str] = {
     **dict.fromkeys((overwritten, not_whole, never_published, host_copy_changes, returns_while_it_serves), "G1"),
     **dict.fromkeys((two_versions, another_number, two_halves), "G2"),
-    **dict.fromkeys((goes_back, number_twice, claimed_twice, old_latest), "G3"),
+    **dict.fromkeys((goes_back, number_twice, old_latest), "G3"),
+    two_writers: "one writer",
     **dict.fromkeys((torn, after_the_stop, after_the_lease), "G4"),
     **dict.fromkeys((read_when_it_stops, slow_drain), "G5"),
     **dict.fromkeys((last_one_goes, leaves_with_the_last, not_given_back), "G6"),

@@ -21,7 +21,8 @@ PURE_MODULES = frozenset(
             "functools",
             "hashlib",
             "heapq",
-            "hmac",
+            "struct",
+            "zlib",
         ),
         *("itertools", "math", "operator", "re", "string", "textwrap", "types", "typing", "msgspec"),
     }

@@ -75,6 +75,12 @@ def serve(
             "--fresh", metavar=NO_TYPE, help="No server lived at this address before: skip the recovery wait."
         ),
     ] = False,
+    state: Annotated[
+        str,
+        typer.Option(
+            help="File of its journal, by which it knows its workers after a restart.", show_default="by port"
+        ),
+    ] = "",
     lease: Annotated[
         float | None, typer.Option(help="Seconds for which a silent worker is believed.", show_default="10")
     ] = None,
@@ -111,6 +117,7 @@ def serve(
             insecure=access.insecure,
             names=name or None,
             fresh=fresh,
+            state=state,
             on_ready=tell,
         )
 

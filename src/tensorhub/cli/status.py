@@ -297,8 +297,8 @@ def _does(line: _Line) -> list[Text]:
         does.append(Text(f"cut off, {time_text(worker.lease_left_s)} left", style="yellow"))
     if line.is_first and (doing := _call(replica.call)) is not None:
         does.append(doing)
-    if line.is_first and (claims := sorted({each.claim for each in replica.workers if each.claim is not None})):
-        does.append(Text(f"is to publish {', '.join(map(str, claims))}", style="cyan"))
+    if line.is_first and any(each.is_writer for each in replica.workers):
+        does.append(Text("writer", style="cyan"))
     return [*does, *(_reading(transfer, is_heard=is_heard) for transfer in line.row.transfers)]
 
 

@@ -76,7 +76,7 @@ class LayoutMismatch(UsageError):
 
 
 class VersionConflict(UsageError):
-    """A number was used again for other content, is lower than the newest or too far above it, or others claim it."""
+    """A number is taken, lower than the newest or too far above it, or another replica is the writer of the model."""
 
     code = "version-conflict"
 

@@ -64,11 +64,16 @@ class Filling(_Message, frozen=True, tag="filling"):
 
 
 class Holding(_Message, frozen=True, tag="holding"):
-    """Has the version, whole and verified, and promises not to change it."""
+    """Has the version, whole and verified, and promises not to change it.
+
+    `epoch` is the number of its publish: a version is named by number and epoch together.
+    """
 
     version: Version
     root: Digest
     published: bool = False  # by this worker itself, rather than replicated
+    epoch: Number = Number(0)
+    is_pending: bool = False  # true until the publish has ended well on all shards: it may never be a version
 
 
 class Withdrawing(_Message, frozen=True, tag="withdrawing"):
@@ -77,6 +82,8 @@ class Withdrawing(_Message, frozen=True, tag="withdrawing"):
     version: Version
     root: Digest
     published: bool = False
+    epoch: Number = Number(0)
+    is_pending: bool = False
     impatient: bool = False
 
 
@@ -86,6 +93,8 @@ class Vacated(_Message, frozen=True, tag="vacated"):
     version: Version
     root: Digest
     published: bool = False
+    epoch: Number = Number(0)
+    is_pending: bool = False
 
 
 class Poisoned(_Message, frozen=True, tag="poisoned"):
@@ -116,6 +125,7 @@ class HostCopy(_Message, frozen=True):
     layout: Digest = Digest("")
     unfit: bool = False
     shared: bool = False
+    epoch: Number = Number(0)  # of its publish
 
 
 # --- from a worker ----------------------------------------------------------------------------------------------------
@@ -184,12 +194,13 @@ class CallReport(_Message, frozen=True):
     spec: Spec  # of an unpublish: ""
     root: Digest = Digest("")  # of a publish: the content's identity
     resolved: Version | None = None
-    claim: Version | None = None  # of an unpublish: the number that is to be published next, by no other replica
+    claim: Version | None = None  # of an unpublish: the number that is to be published next
     waits: bool = False  # of a replicate: for the number to be published, if it may still be
     metadata: Digest = Digest("")  # of what a publish says beside its tensors: the same on all shards
     grid: Digest = Digest("")  # of the tiles of a publish: the same on all shards
     floor: Version | None = None  # of an update: what was held when its caller began to wait
     former: Digest = Digest("")  # of a publish: the same content's root without boxes, published here before
+    epoch: Number = Number(0)  # of a publish that is resolved: as the server answered
 
 
 class Source(_Message, frozen=True, array_like=True):
@@ -261,27 +272,19 @@ class Failure(_Message, frozen=True):
         return Failure(self.code, shortened(self.message, MAX_TEXT), shortened(self.hint, MAX_HINT))
 
 
-class Roster(_Message, frozen=True):
-    """The live workers of a model: so many sessions, with that keyed sum. `number` rises whenever that changes."""
-
-    number: Number
-    count: int
-    digest: str
-    receipt: str
-
-
 class Report(_Message, frozen=True, tag="report"):
     """How things are at this worker.
 
     `number` rises by one with each report. `session` is as the server last named it (0: never). `seen` is the highest
     orders number ever seen. `ended` is the position of the last call that ended here (`missed`: why it was never made),
     `finished` that of the last one that ended well. No ticket up to and including `closed` is being read any more.
-    `newest` is the highest version ever heard of: with it `latest` survives a restart of the server. `failures` are of
-    the current call, newest last. `copies` are in host memory, where `copies_left` more would fit; one that could not
-    be made left `copy_error`. `pins` are the versions to be kept, `prefetch` what to fill a copy with ahead. `closing`:
-    close() was called, and nothing that it holds can be relied on. `stops`: no peer reads from its buffer any more, and
-    it stops serving it. `roster` is the newest that it was told, while its own lease lasts.
-    `can_box`: what it registered without boxes are whole tensors, and it takes them as boxes where others need that.
+    `newest` is the newest version ever heard of, `newest_epoch` its epoch: with them `latest` survives a restart of
+    the server. `writes` is the highest epoch or lease that this worker was given as the writer of its model: of two
+    replicas the one with the higher number is the writer. `failures` are of the current call, newest last. `copies`
+    are in host memory, where `copies_left` more would fit; one that could not be made left `copy_error`. `pins` are
+    the versions to be kept, `prefetch` what to fill a copy with ahead. `closing`: close() was called, and nothing that
+    it holds can be relied on. `stops`: no peer reads from its buffer any more, and it stops serving it. `can_box`:
+    what it registered without boxes are whole tensors, and it takes them as boxes where others need that.
     """
 
     number: int
@@ -304,16 +307,11 @@ class Report(_Message, frozen=True, tag="report"):
     copy_error: Failure | None = None
     pins: tuple[Version, ...] = ()
     prefetch: Spec | None = None
-    newest_receipt: str = ""  # of the server, for `newest`
-    receipts: dict[int, str] = {}  # of the server, by version: that what is here is what was published
-    ceiling: Number = Number(0)  # no server has ever given out a number above it
-    ceiling_receipt: str = ""
+    newest_epoch: Number = Number(0)
+    writes: Number = Number(0)
     closing: bool = False
     left: bool = False  # true once close() was called and no peer reads any more: forget this worker
-    claim: Version | None = None  # the number that its last unpublish has claimed
-    claimed_in: Number = Number(0)  # the number of the orders that granted it: of two claims the later one counts
     stops: bool = False
-    roster: Roster | None = None
     missed: Failure | None = None
     can_box: bool = False
 
@@ -336,6 +334,7 @@ class Grant(_Message, frozen=True):
     version: Version
     sources: tuple[Source, ...]
     reason: str
+    epoch: Number = Number(0)  # of the version's publish
     encoding: str = "full"
     to_host: bool = False
     shares: bool = False
@@ -357,6 +356,7 @@ class Answer(_Message, frozen=True):
 
     `waiting` of a finished one: why an update has kept what was held. Its version is that one, whatever it was before.
     `instead`: its position was over before this shard came to it; if nothing was resolved it goes on there, no error.
+    `epoch`: of a publish, that of its version; of a claim, the number of the writer's lease.
     """
 
     number: int
@@ -365,6 +365,7 @@ class Answer(_Message, frozen=True):
     error: Failure | None = None
     waiting: Failure | None = None
     instead: int = 0
+    epoch: Number = Number(0)
 
 
 class Orders(_Message, frozen=True, tag="orders"):
@@ -372,11 +373,12 @@ class Orders(_Message, frozen=True, tag="orders"):
 
     `acknowledged` is the number of the latest report taken in. `position` is the position of the last call that
     ended anywhere in the replica, None while the server cannot know it. `drained` names the version that no peer reads
-    from this worker any more. `newest` is the newest version of the model, so that all of them remember it. `offload`:
+    from this worker any more. `newest` and its epoch are the model's, so that all workers remember it. `offload`:
     copy that version from the buffer to host memory before leaving it. `fetch`: fill a host copy with that version as
     grants allow. `release`: the host copies of these numbers are not needed any more; each is named until it is gone,
-    and dropped when orders that answer a report of it as `dropping` still name it. `roster`: the live workers, to be
-    shown to the next life of the server; None takes an older one back. `witness`: report at once that this is known.
+    and dropped when orders that answer a report of it as `dropping` still name it. `superseded`: what is held
+    with that epoch is not its version, of which another publish is finished. `report_at_once`: say at once that this is
+    known.
     `box`: other workers of the model have boxes. What this one publishes it is to publish with boxes too.
     """
 
@@ -394,13 +396,9 @@ class Orders(_Message, frozen=True, tag="orders"):
     offload: Version | None = None
     fetch: Version | None = None
     release: tuple[int, ...] = ()
-    newest_receipt: str = ""
-    receipts: dict[int, str] = {}  # for what the worker holds or reads and has none of yet
-    ceiling: Number = Number(0)
-    ceiling_receipt: str = ""
-    conflict: Digest = Digest("")  # content with this root is not what its version is
-    roster: Roster | None = None
-    witness: bool = False
+    newest_epoch: Number = Number(0)
+    superseded: Number = Number(0)
+    report_at_once: bool = False
     box: bool = False
 
 

@@ -75,15 +75,6 @@ def is_partial(layout: Digest) -> bool:
     return layout.startswith(PARTIAL)
 
 
-MAX_ERA_DIGITS = 9
-
-
-def era_in(receipt: str) -> int:
-    """How often the model had been begun anew, as a receipt for its newest number says. To be verified."""
-    era = receipt.partition(":")[2]
-    return int(era) if era.isdecimal() and len(era) <= MAX_ERA_DIGITS else 0
-
-
 def is_tiled(root: Digest) -> bool:
     """The content can be read into any layout of the same global tensors."""
     return root.startswith(TILED)

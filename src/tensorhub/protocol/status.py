@@ -53,7 +53,7 @@ class WorkerView(msgspec.Struct, frozen=True):
     copies_filling: tuple[int, ...] = ()
     copies_left: int = 0  # that its limit on host memory still allows
     pins: tuple[int, ...] = ()
-    claim: int | None = None  # the number that it alone may publish next
+    is_writer: bool = False  # its replica is the one that may publish
 
 
 class CallView(msgspec.Struct, frozen=True):
@@ -181,15 +181,11 @@ class ShardView(msgspec.Struct, frozen=True):
 
 
 class AnewView(msgspec.Struct, frozen=True):
-    """What became of a model that is to be begun anew: why it cannot be, or what is waited for before all is done."""
+    """What became of a model that is to be begun anew: why it cannot be, or what is waited for before it can."""
 
-    is_begun: bool = False  # its numbers are forgotten here
+    is_begun: bool = False  # its numbers are forgotten
     awaited: str = ""
     failure: Failure | None = None
-
-    @property
-    def is_final(self) -> bool:
-        return self.failure is not None or (self.is_begun and not self.awaited)
 
 
 class LayoutsView(msgspec.Struct, frozen=True):

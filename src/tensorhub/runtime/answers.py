@@ -216,9 +216,10 @@ LONGEST_POLL_S = 60.0
 
 
 class Answers:
-    """Handlers of questions. `authorise` raises where the asker may not ask."""
+    """Handlers of questions. `authorise` raises where the asker may not ask; `settle` carries out what has changed."""
 
-    def __init__(self, machine: Server, authorise: Callable[[web.Request], None]) -> None:
+    def __init__(self, machine: Server, authorise: Callable[[web.Request], None], settle: Callable[[], None]) -> None:
+        self._settle = settle
         self.polls = Polls()
         self._machine = machine
         self._authorise = authorise
@@ -242,7 +243,7 @@ class Answers:
 
         def existing() -> VersionExists:
             found = self._machine.state.models.get(model)
-            return VersionExists(found.awaited(spec) if found is not None else None)
+            return VersionExists(found.reached(spec) if found is not None else None)
 
         key = ("wait", model, spec)
         return await self._answer(key, existing, lambda found: found.version is not None, patience_s)
@@ -300,13 +301,14 @@ class Answers:
         return web.Response(body=msgspec.msgpack.encode(found), content_type="application/msgpack")
 
     async def _begin_anew(self, request: web.Request) -> web.StreamResponse:
-        """Forget the numbers of a model. `begun`: it was done, and is asked whether all workers have heard so."""
+        """Forget the numbers of a model."""
         self._authorise(request)
         try:
-            model, is_again = _model(request), request.query.get("begun") == "yes"
+            model = _model(request)
         except KeyError as error:
             raise web.HTTPBadRequest(text=f"{error}\n") from error
-        found = begin_anew(self._machine.state, model, is_asked_again=is_again)
+        found = begin_anew(self._machine.state, model)
+        self._settle()  # and writes it into the journal
         return web.Response(body=msgspec.json.encode(found), content_type="application/json")
 
     async def _answer(

@@ -49,7 +49,7 @@ from ..protocol.names import Digest, Version, WorkerId, worker_id
 from ..reshard.grid import Grid
 from ..reshard.read import TiledVersion, grid_for, tiled_version, with_boxes_like
 from ..transport.base import Transport
-from ..worker.events import Called, ClaimDropped, Registered, Wished
+from ..worker.events import Called, Registered, Wished
 from .cast_state import HELD_HINT, BackgroundUnpublish, CallLock, CastState, Suspension
 from .config import Options
 from .connection import encode
@@ -533,10 +533,6 @@ class Client:
         before, copies.spoiled = worker.held, None
         try:
             version = await self.driver.call(called)
-        except asyncio.CancelledError:
-            if called.claim is not None:  # it may have been granted a moment ago
-                self.driver.feed(ClaimDropped())
-            raise
         except HostMemoryFull as error:
             hints = [hint for hint in (error.hint, HINT if copies.is_short else "") if hint]
             raise HostMemoryFull(f"{error}; here {copies.allowance}", hint="; or ".join(hints)) from error
@@ -561,13 +557,8 @@ class Client:
 
     def _lost(self, version: Version | None, why: Failure) -> NotDrained:
         """What was unpublished had to be kept here, and was not there any more. All else is as after any unpublish."""
-        self.drop_claim()
         text = f"version {version} of {self.me} is withdrawn, and lost unless others have it: {why.message}"
         return NotDrained(text, hint=why.hint)
-
-    def drop_claim(self) -> None:
-        """What the last unpublish has claimed will not be published. Any moment will do, and it never fails."""
-        self.unpublishing.then(lambda: self.driver.feed(ClaimDropped()))
 
     async def prefetch(self, spec: Spec) -> None:
         """Fill a host copy with that version in the background, and with newer ones as they come if it is "latest"."""

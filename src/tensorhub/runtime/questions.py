@@ -250,7 +250,7 @@ async def siblings(
 
 
 async def begin_anew(options: Options, model: str, deadline: float) -> None:
-    """Have the server forget the numbers of a model that no worker holds a version of; returns once all have heard so.
+    """Have the server forget the numbers of a model that no worker holds a version of.
 
     Raises `VersionConflict` naming the holders, `VersionUnavailable` for an unknown model, `ServerUnreachable`,
     `DeadlineExceeded`.
@@ -262,10 +262,8 @@ async def begin_anew(options: Options, model: str, deadline: float) -> None:
             raise _unreachable(options, asked.why)
         if found.failure is not None:
             raise error_from_code(found.failure.code, found.failure.message, hint=found.failure.hint)
-        if found.is_final:
-            return
         if found.is_begun:
-            question = {"model": model, "begun": "yes"}
+            return
         if time.monotonic() + pause_s >= deadline:
             raise asked.late(found.awaited, "do it again")
         await asyncio.sleep(pause_s)

@@ -36,6 +36,7 @@ from .admission import Accepted, Descriptors, Names, UnknownClient, UnknownClien
 from .answers import Answers, Shown
 from .config import OTHER_HOST
 from .connection import Malformed, OddNumber, decode_to_server, encode
+from .journal import JournalFile
 
 # Only the newest orders wait to be sent: a worker that does not read costs one message, and is cut after a while.
 
@@ -379,11 +380,20 @@ class ServerShell:
     """The aiohttp application, and what connects it to the machine."""
 
     def __init__(
-        self, *, settings: Settings, key: str, token: str = "", names: Iterable[str] = (), fresh: bool = False
+        self,
+        *,
+        settings: Settings,
+        token: str = "",
+        names: Iterable[str] = (),
+        fresh: bool = False,
+        journal: JournalFile | None = None,
     ) -> None:
-        """`key` is that of its receipts: a secret that no worker is told."""
-        now = time.monotonic()
-        self.machine = Server(settings, now, time.time_ns() // 1000, fresh=fresh, key=key.encode())
+        """`journal`: None where it is to keep none. What a `fresh` one finds there is overwritten."""
+        now, self._journal = time.monotonic(), journal
+        history = journal.history(max_versions=settings.max_versions) if journal is not None and not fresh else None
+        boot = journal.boot if journal is not None else ""
+        self.machine = Server(settings, now, time.time_ns() // 1000, fresh=fresh, history=history, boot=boot)
+        self._write_journal()
         self.settings = settings
         self.failure: Exception | None = None
         self.on_failure = asyncio.Event()
@@ -399,7 +409,7 @@ class ServerShell:
         self._timer: asyncio.Handle | None = None
         self._timer_at = inf  # by the loop's clock; uvloop's handle of a timer that is due at once does not know it
         self._is_stopping = False
-        self._answers = Answers(self.machine, self._authorise)
+        self._answers = Answers(self.machine, self._authorise, self._tick)
         self._shown = Shown(self.machine, lambda: self.intake.now)
         self.accepted = Accepted(time.monotonic)
 
@@ -417,6 +427,7 @@ class ServerShell:
 
     def _deliver(self, outbox: list[tuple[str, ToWorker]]) -> None:
         """Send what the machine wants sent, and be back when it wants to be asked again."""
+        self._write_journal()
         while self.machine.state.said:
             _log.warning("%s", self.machine.state.said.popleft())
         for sender, message in outbox:
@@ -427,6 +438,14 @@ class ServerShell:
                     self._log_grants(socket, message)
         self._set_timer()
         self._answers.polls.note()
+
+    def _write_journal(self) -> None:
+        records, is_whole = self.machine.to_journal()
+        if self._journal is None or not records:
+            return
+        if not is_whole and self._journal.is_long:
+            records, is_whole = self.machine.whole_journal(), True
+        self._journal.write(records, is_whole=is_whole)
 
     def _set_timer(self) -> None:
         if self.intake.is_busy:
@@ -474,7 +493,9 @@ class ServerShell:
         self._set_timer()
 
     def _tick(self) -> None:
-        self._timer = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         try:
             self._deliver(self.machine.tick(now=self.intake.now))
         except Exception as error:  # noqa: BLE001 - our bug: this server stops, the next one starts from reports
@@ -644,7 +665,8 @@ class ServerShell:
         return self.machine.status(now=self.intake.now)
 
     async def _running(self, _: web.Application) -> AsyncIterator[None]:
-        works = (self.intake.run(), self._sweep(), self._answers.polls.run())
+        works = [self.intake.run(), self._sweep(), self._answers.polls.run()]
+        works += [self._journal.sync()] if self._journal is not None else []
         tasks = [asyncio.create_task(work) for work in works]
         self._set_timer()
         yield
@@ -653,6 +675,8 @@ class ServerShell:
         await asyncio.wait(tasks)
         if self._timer is not None:
             self._timer.cancel()
+        if self._journal is not None:
+            self._journal.close()
 
     async def _shutdown(self, _: web.Application) -> None:
         self._is_stopping = True

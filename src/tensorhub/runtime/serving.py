@@ -9,25 +9,26 @@ import errno
 import gc
 import logging
 import os
-import secrets
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 
 from aiohttp import web
 
-from ..protocol.errors import Closed, TensorHubError, Unavailable, UsageError
+from ..protocol.errors import Closed, TensorHubError, UsageError
 from ..protocol.settings import Settings
 from ..protocol.status import Status
 from ..transport import threads
 from ..transport.tcp.addresses import check_all_interfaces, is_loopback
 from ..transport.threads import Thread, block_sigpipe, start
 from .admission import Seldom, check_limit, raise_limit
-from .config import access_of, check_integer, parse_text, secret, server_names
+from .config import access_of, check_integer, parse_text, server_names, state_directory
+from .journal import JournalFile
 from .loops import check_process, check_unpatched, held_lock, inheritable_loop, wait_in, warn_unreferenced
 from .server import SPARE_CONNECTIONS, ServerShell
 
@@ -63,6 +64,7 @@ async def start_server(
     insecure: bool | None = None,
     names: str | Sequence[str] | None = None,
     fresh: bool,
+    state: str | os.PathLike[str] | None = "",
 ) -> RunningServer:
     """Listen. Port 0 takes any free one. Raises `Unavailable` at a limit of this process, and `UsageError`.
 
@@ -74,7 +76,8 @@ async def start_server(
     shown = f"[{host}]" if ":" in host else host or "127.0.0.1"
     access = access_of(token=token, insecure=insecure, create=True)
     called = (host, *server_names(names))
-    shell = ServerShell(settings=settings, key=_key(), token=access.token, names=called, fresh=fresh)
+    journal = _journal(state, port)
+    shell = ServerShell(settings=settings, token=access.token, names=called, fresh=fresh, journal=journal)
     seldom = Seldom()
     seldom.listen_to(asyncio.get_running_loop())
     runner = web.AppRunner(
@@ -123,16 +126,17 @@ def _site(runner: web.AppRunner, host: str, port: int) -> web.BaseSite:
     return web.SockSite(runner, everywhere, backlog=BACKLOG)
 
 
-def _key() -> str:
-    """The key of the receipts: that of all servers of this user, or of this life only where no file can be had."""
+def _journal(state: str | os.PathLike[str] | None, port: int) -> JournalFile | None:
+    """Opens the journal in that file. Empty: that of the port in the state directory; None: there is none."""
+    if state is None or (not state and not port):
+        return None
+    if state:
+        return JournalFile(Path(state))
     try:
-        found = secret("server-key", create=True)
-    except Unavailable:  # for now, and this server would be without for all its life
-        raise
-    except TensorHubError as error:
-        found = None
-        _log.warning("a restart of this server will wait for a lease, for it cannot keep its key: %s", error)
-    return found or secrets.token_hex()
+        return JournalFile(state_directory() / f"server-{port}.journal")
+    except UsageError as error:
+        _log.warning("a restart of this server will wait for a lease, for it cannot keep a journal: %s", error)
+        return None
 
 
 def _not_to_be_had(address: str, error: OSError) -> UsageError:
@@ -160,6 +164,7 @@ def run_server(
     insecure: bool | None = None,
     names: str | Sequence[str] | None = None,
     fresh: bool = False,
+    state: str | os.PathLike[str] | None = "",
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
     """Run a reference server until SIGTERM or SIGINT; blocks. `on_ready` gets its address once it listens.
@@ -175,7 +180,7 @@ def run_server(
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
         server = await start_server(
-            host, port, settings=settings, token=token, insecure=insecure, names=names, fresh=fresh
+            host, port, settings=settings, token=token, insecure=insecure, names=names, fresh=fresh, state=state
         )
         _log.info("reference server at %s", server.address)
         check_limit(raise_limit(), settings.max_workers + SPARE_CONNECTIONS)
@@ -274,6 +279,7 @@ class ServerThread:
         insecure: bool | None = None,
         names: str | Sequence[str] | None = None,
         fresh: bool = True,
+        state: str | os.PathLike[str] | None = None,
     ) -> None:
         check_unpatched()
         self._pid = os.getpid()
@@ -286,6 +292,7 @@ class ServerThread:
                 insecure=insecure,
                 names=names,
                 fresh=fresh,
+                state=state,
             )
         )
         self._is_closed = False

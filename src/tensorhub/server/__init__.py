@@ -6,7 +6,7 @@ Read the files in this order; each imports only files that stand before it.
 - `state`: all tables, the clock, and the questions and changes that several rules share.
 - `layouts`, `selection`, `admission`, `retention`, `sources`: facts in, answers with their reasons out.
 - `apply`, `calls`, `reads`: steps that change the state.
-- `evidence`, `sessions`: what a report changes. `snapshot`: status and invariants.
+- `content`, `sessions`: what a report changes. `snapshot`: status and invariants.
 - `machine`: `Server`, which takes a message in, decides for each dirty worker, and returns what to send.
 """
 

@@ -5,6 +5,7 @@ from math import inf
 from ..protocol.names import Version
 from . import retention
 from .groups import GroupCall, Replica
+from .journal import Established
 from .members import ARRIVALS, NEWS, LayoutKey, LayoutSet, Member, loss_of, plain_layout_set
 from .reads import Drained
 from .state import State
@@ -78,9 +79,10 @@ def release(state: State, model: Model, call: GroupCall | None, replica: Replica
     record = model.versions.get(call.version) if call is not None and call.version is not None else None
     if record is None:
         return
-    was_claimed = record.claims.pop(replica.name, 0) is None
+    was_publishing = record.is_publishing and call is not None and call.verb == "publish"
     was_promised = record.promised.pop(replica.name, 0) is None
-    if was_claimed or was_promised:
+    record.is_publishing &= not was_publishing
+    if was_publishing or was_promised:
         keys = [key for layout_set in model.known_layout_sets() for key in layout_set if key.shards == replica.shards]
         state.mark_concerned_dirty(model, [(record.version, key) for key in keys])  # the replica wants it no more
     if was_promised:
@@ -115,12 +117,13 @@ def note_changed_versions(state: State) -> bool:
     for model in state.models.values():
         if not model.changed:
             continue
-        if model.roll.is_over:
+        if not model.is_listening:
             lost, back = model.news_of_losses()
             safe = retention.newly_established(state, model)
             _say_losses(state, model, lost, back)
             for record in safe:
                 model.note_established(record)
+                state.journal.append(Established(model.name, record.version))
             _wake_for_news(state, model)
         model.changed = {}
     return bool(state.dirty)

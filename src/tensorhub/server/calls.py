@@ -1,6 +1,6 @@
 """Rules: how a group call is resolved to a version, what it waits for, and when it ends."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from math import ceil, inf
 
 from ..protocol.messages import (
@@ -17,10 +17,11 @@ from ..protocol.messages import (
 )
 from ..protocol.names import Digest, ModelName, ReplicaName, Shard, Version, WorkerId, is_tiled
 from ..protocol.status import HeldView
-from . import admission, apply, layouts, retention, slow
+from . import admission, apply, content, layouts, retention, slow
 from . import reads as across
 from . import state as facts
 from .groups import GroupCall, Replica, some_shards
+from .journal import Published
 from .members import NEWS, LayoutKey, Member, version_in
 from .state import State
 from .versions import Model, VersionRecord
@@ -199,13 +200,11 @@ def advance(state: State, model: Model, replica: Replica, call: GroupCall) -> No
                     state.members.wake(waiting, look_again_at)
     if call.verb in facts.FILLS:
         _advance_fill(state, model, replica, call)
-    elif call.claim is not None and call.version is None and call.waiting is None:
-        _advance_claim(state, model, replica, call, call.claim)
     elif call.claim is not None and call.waiting is None and not call.is_resolved_here:
-        _judge_former_claim(state, model, replica, call, call.claim)
+        _advance_claim(state, model, replica, call, call.claim)
     elif call.verb == "publish":
         _advance_publish(state, model, replica, call)
-    stuck = _why_stuck(state, model, replica) if not call.is_over and not state.is_recovering else None
+    stuck = _why_stuck(state, model, replica) if not call.is_over and not model.is_listening else None
     if stuck is not None:
         _give_up(replica, call, stuck)
     if not call.is_over and _is_done(state, replica, call):
@@ -219,9 +218,10 @@ def _finish(state: State, model: Model, replica: Replica, call: GroupCall) -> No
     if call.version is not None:
         apply.note_filled(state, model, replica)
     if call.verb == "publish" and call.version is not None:
-        if model.note_exists(call.version):
+        record = model.record(call.version)
+        if model.note_exists(record):
             state.mark_waiting_dirty(model, NEWS)
-        model.record(call.version).note_published(facts.roots_of(state, replica, call), replica.name)
+            state.journal.append(Published(model.name, record.version, record.epoch, replica.name))
 
 
 def _missing(replica: Replica) -> Failure | None:
@@ -292,11 +292,6 @@ def _why_incomplete(state: State, replica: Replica, call: GroupCall) -> tuple[Fa
     return None, until
 
 
-def _why_wait(state: State, model: Model, replica: Replica) -> Failure | None:
-    """Why the replica can be given no number of its own yet, or None."""
-    return admission.why_unwitnessed(model, replica) if model.roll.is_over else admission.recovering(state)
-
-
 def _why_stuck(state: State, model: Model, replica: Replica) -> Failure | None:
     """Why a shard may never leave the version that it holds, as this call wants."""
     for worker in replica.members.values():
@@ -317,14 +312,15 @@ def _is_done(state: State, replica: Replica, call: GroupCall) -> bool:
         member = state.members.get(worker) if worker is not None else None
         if member is None or Shard(shard) not in call.arrived or not _is_in(member, call):
             return False
-        buffer = member.content.buffer
-        is_in_doubt = isinstance(buffer, Poisoned) and buffer != member.report.buffer
-        if is_in_doubt and facts.is_undecided(state, member):
-            return False  # what it holds, and its readers, are not known yet
+        buffer = member.report.buffer if call.verb == "unpublish" else member.content.buffer
         if call.verb == "unpublish":
             if not isinstance(buffer, (Empty, Vacated, Poisoned)) or facts.is_read_though_poisoned(buffer):
                 return False
-        elif not isinstance(buffer, Holding) or buffer.version != call.version:
+        elif (
+            not isinstance(buffer, Holding)
+            or buffer.version != call.version
+            or (call.verb == "publish" and buffer.epoch != call.epoch)
+        ):
             return False
     return True
 
@@ -335,17 +331,16 @@ def _is_done(state: State, replica: Replica, call: GroupCall) -> bool:
 def _advance_publish(state: State, model: Model, replica: Replica, call: GroupCall) -> None:
     if call.version is not None or call.waiting is not None:
         return
-    waiting = _why_wait(state, model, replica)
-    if waiting is not None:
-        call.waiting = waiting
+    if model.is_listening:
+        call.waiting = admission.recovering(state)
         return
     if len({call.grids.get(shard) for shard in call.arrived}) > 1:
         text = f"the shards of {replica.name} divided {call} into different tiles: layouts have come or gone meanwhile"
         call.fail(Failure("group-incomplete", text, "publish again on all shards"))
         return
-    version = Version(int(call.spec))
-    conflict = model.conflict(replica, version, facts.roots_of(state, replica, call), _former_of(state, replica))
-    conflict = conflict or admission.conflict_with(state, model, replica, version)
+    version, roots = Version(int(call.spec)), facts.roots_of(state, replica, call)
+    conflict = admission.why_not_writer(state, model, replica)
+    conflict = conflict or model.conflict(replica, version, roots, _former_of(state, replica))
     if conflict is not None:
         call.fail(conflict)
     else:
@@ -359,40 +354,40 @@ def _former_of(state: State, replica: Replica) -> Digest:
 
 
 def _advance_claim(state: State, model: Model, replica: Replica, call: GroupCall, version: Version) -> None:
-    """All shards have come to an unpublish that claims a number."""
-    waiting = _why_wait(state, model, replica) or admission.why_wait(state, replica)
-    if waiting is not None:
+    """All shards have come to an unpublish that claims a number.
+
+    A server before this one may have granted it. Nothing has been changed for it yet: if another replica is the writer
+    by now, the call fails.
+    """
+    waiting = admission.recovering(state) if model.is_listening else admission.why_wait(state, replica)
+    if waiting is not None and call.version is None:
         call.waiting = waiting
         return
-    conflict = admission.why_refuse_claim(state, model, replica, version)
+    is_new = call.version is None
+    conflict = admission.why_refuse_claim(state, model, replica, version) if is_new else None
+    conflict = conflict or admission.why_not_writer(state, model, replica)
     if conflict is None:
+        call.epoch = admission.make_writer(state, model, replica)
         call.resolve(version)
-    else:
-        call.fail(conflict)
-
-
-def _judge_former_claim(state: State, model: Model, replica: Replica, call: GroupCall, version: Version) -> None:
-    """A claim of a former session. Nothing has been changed for it yet: if the number is lost, the call fails."""
-    conflict = admission.why_taken(state, model, replica, version)
-    if conflict is not None:
+    elif not model.is_listening:
         call.fail(conflict)
 
 
 def _accept_publish(state: State, model: Model, replica: Replica, call: GroupCall, version: Version) -> None:
+    """Its shards may hold that version. One that exists has the same content, and keeps its epoch."""
+    admission.make_writer(state, model, replica)
     record = model.record(version)
-    if not record.exists:  # what a publish before this one has left is not what the version is
-        record.roots = {}
-        still = {worker.replica: None for held in record.holders.values() for worker in held}
-        record.publishers = {name: None for name in record.publishers if name in still}
-        record.taken = None
-    roots = record.accepted[replica.name] = facts.roots_of(state, replica, call)
-    record.roots.update(roots)
+    if not record.exists:
+        for worker in record.begin(state.next_number()):  # what a publish before this one has left is nothing
+            if (other := state.members.get(worker)) is not None:
+                content.judge_content(state, model, model.replicas[other.hello.replica], other, other.report)
+    record.publisher, record.is_publishing = replica.name, True
+    record.roots.update(facts.roots_of(state, replica, call))
     for worker in replica.members.values():
         member = state.members.get(worker)
         if member is not None:
             record.layouts[member.layout_key] = member.report.layout
-    record.claims[replica.name] = None
-    call.version = version
+    call.version, call.epoch = version, record.epoch
 
 
 # --- replicate and update ---------------------------------------------------------------------------------------------
@@ -426,7 +421,7 @@ def _give_up(replica: Replica, call: GroupCall, failure: Failure) -> None:
 
 
 def _resolve(state: State, model: Model, replica: Replica, call: GroupCall) -> None:
-    if not admission.is_whole(state, model, replica):
+    if model.is_listening:
         call.waiting = admission.recovering(state)
         return
     missing = _missing(replica) if call.verb == "update" else None
@@ -467,7 +462,7 @@ def _keep_held(state: State, model: Model, replica: Replica, call: GroupCall, re
     Its publisher may be dead, and have a session until its lease ends. An update waits all the same where a shard may
     have begun to write over what it held.
     """
-    held = across.kept_by_all(state, replica) if call.may_keep and model.roll.is_over else None
+    held = across.kept_by_all(state, replica) if call.may_keep and not model.is_listening else None
     if held is None or held >= record.version:
         return
     keys = [state.known(worker).layout_key for worker in replica.members.values()]
@@ -550,7 +545,7 @@ def _why_hopeless(state: State, model: Model, record: VersionRecord, member: Mem
         return _failed(record, member, failures[-1])
     is_lost = model.is_lost(record)
     given_up = [worker for worker, failed in member.tries.sources.items() if failed.is_for_good]
-    if not (is_lost or given_up) or state.is_recovering or member.has_whole_copy(record.version):
+    if not (is_lost or given_up) or model.is_listening or member.has_whole_copy(record.version):
         return None
     read = state.reads.current.get(member.worker)
     if read is not None and not slow.is_cut_off(state, read):
@@ -617,32 +612,14 @@ def _may_bring(state: State, record: VersionRecord, member: Member, worker: Work
 
 # --- The number with which a trainer that was started again goes on: the lowest above every number that was ever
 # taken.
-#
-# Taken is what exists or existed, lost or not; what was published by some shards only; what is being published; and
-# what is claimed. A number that was claimed and never published is free again once its claim has ended. A number that
-# is too high to be published next counts for nothing: its publish is about to be refused.
 
 
 def next_version(state: State, name: ModelName) -> Version | None:
     """The lowest free number, 0 for an unknown model; None while a restarted server still listens."""
     model = state.models.get(name)
-    is_listening = state.is_recovering if model is None else not model.roll.is_over
-    if is_listening:
+    if state.is_untold if model is None else model.is_listening:
         return None
-    if model is None:
-        return Version(0)
-    return Version(max((each for each in _taken(state, model) if each <= model.highest_next), default=-1) + 1)
-
-
-def _taken(state: State, model: Model) -> Iterator[int]:
-    if model.newest is not None:
-        yield model.newest
-    yield from model.versions
-    for replica in model.replicas.values():
-        yield from admission.claimed_by(state, replica)
-        call = replica.call
-        if call is not None and not call.is_over and call.verb == "publish" and isinstance(call.spec, int):
-            yield call.spec
+    return Version(0 if model is None or model.newest is None else model.newest + 1)
 
 
 # --- How many replicas hold a version by now: back-pressure for a trainer that must not run ahead of its rollouts.
@@ -661,7 +638,7 @@ EXACT = 1e-9  # 0.7 of 10 is 7, though 0.7 * 10 is a little more
 def held_by(state: State, name: ModelName, version: Version, asker: ReplicaName, fraction: float) -> HeldView:
     """The replicas that hold the version or a newer one, and whether they are this fraction of all."""
     model = state.models.get(name)
-    if model is None or not model.roll.is_over:
+    if model is None or model.is_listening:
         return HeldView(waits_for="the reference server has restarted, and not all workers have reported to it yet")
     if model.newest is None or model.newest < version:
         newest = f"its newest version is {model.newest}" if model.newest is not None else "nothing was published yet"

@@ -58,6 +58,7 @@ class GroupCall:
     error: Failure | None = None
     is_over: bool = False  # it is finished, or has an error
     is_resolved_here: bool = False  # by this life of the server
+    epoch: Number = Number(0)  # of a publish that is resolved; of a claim: the number of the writer's lease
     waiting: Failure | None = None  # what it awaits; once it is finished, why an update kept what was held
     waits: bool = False  # of a replicate: for a number that is not published yet
     metadata: Digest = Digest("")  # of what a publish says beside its tensors
@@ -233,7 +234,7 @@ class Replica:
             call.since[shard] = last
         call.arrived[shard] = reported.root
         if call.version is None:
-            call.version = reported.resolved  # a server before this one had answered so
+            call.version, call.epoch = reported.resolved, reported.epoch  # a server before this one had answered so
 
     def join(self, shard: Shard, worker: WorkerId, *, is_in_call: bool) -> None:
         """A session of that shard has begun. One that is in no call has not arrived where a life before it had."""
@@ -246,7 +247,7 @@ class Replica:
         call = GroupCall(reported.number, reported.verb, reported.spec, now, is_first, reported.claim)
         call.waits, call.metadata = reported.waits, reported.metadata
         if reported.number == self.finished and is_first:
-            call.version = reported.resolved
+            call.version, call.epoch = reported.resolved, reported.epoch
             call.finish()
         elif reported.number <= self.ended:
             text = f"{call} is position {reported.number} of {self.name}, whose other shards are past {self.ended}"
@@ -282,7 +283,8 @@ class Replica:
         error = call.error.bounded() if call.error is not None else None
         waiting = call.waiting.bounded() if call.waiting is not None else None
         version = call.version if shard in call.arrived or call.is_finished else None
-        return Answer(reported.number, version, call.is_finished, error, waiting)
+        epoch = call.epoch if version is not None else Number(0)
+        return Answer(reported.number, version, call.is_finished, error, waiting, epoch=epoch)
 
     def _is_late(self, shard: Shard, call: GroupCall, reported: CallReport) -> bool:
         """The call was over before the shard came to it."""

@@ -97,8 +97,8 @@ def _is_to_be_boxed(state: State, model: Model, record: VersionRecord) -> bool:
     """Its publisher, of one shard, is told to publish it with boxes too, or is about to."""
     if record.version != model.newest:
         return False
-    replicas = [model.replicas[name] for name in record.publishers if name in model.replicas]
-    workers = [worker for replica in replicas if replica.shards == 1 for worker in replica.members.values()]
+    replica = model.replicas.get(record.publisher) if record.publisher is not None else None
+    workers = replica.members.values() if replica is not None and replica.shards == 1 else ()
     members = [state.members[worker] for worker in workers if worker in state.members]
     return any(each.report.can_box or each.layout_key.is_boxed for each in members if not each.report.closing)
 
@@ -207,7 +207,8 @@ def living_layouts(state: State, name: ModelName, asker: ReplicaName | None = No
                 shards.append(ShardView(replica.name, shard, replica.shards, number))
     mine = model.replicas.get(asker) if model is not None and asker is not None else None
     here, missed = _siblings(state, mine) if mine is not None else ((), "")
-    patience_s = state.settings.lease_s if not state.is_recovering else None
+    is_listening = state.is_untold if model is None else model.is_listening
+    patience_s = state.settings.lease_s if not is_listening else None
     return LayoutsView(tuple(shards), tuple(numbers), here, missed, patience_s)
 
 
@@ -235,8 +236,8 @@ def describe(state: State, name: ModelName, spec: Spec, shard: Shard) -> Describ
     model = state.models.get(name)
     if model is None:
         unknown = Failure("version-unavailable", f"no model {name!r} is known", "is its trainer running?")
-        return DescribedView(failure=LISTENS if state.is_recovering else unknown)
-    if not model.roll.is_over:
+        return DescribedView(failure=LISTENS if state.is_untold else unknown)
+    if model.is_listening:
         return DescribedView(failure=LISTENS)
     version, failure = model.resolve(spec)
     if version is None:

@@ -1,8 +1,9 @@
 """The reference server's machine: messages in, orders out.
 
 `handle` takes in one message and returns what to send to which worker. The server believes what workers report, and
-remembers nothing that they could not tell it again. After a restart it waits until all workers have reported, for one
-lease at most. Until then it says nothing that could contradict what a former life has said.
+remembers nothing that they could not tell it again. Its journal tells a restarted server which workers may still live
+and which publishes have ended well. It waits until these workers have reported, for one lease at most. Until then it
+says nothing that could contradict what a former life has said.
 
 Rules it keeps:
 - A worker's orders are the whole truth at their number; numbers rise over the lives of the server.
@@ -20,18 +21,19 @@ from math import inf
 
 from ..protocol.errors import InvariantViolation
 from ..protocol.messages import Hello, LayoutInfo, Orders, Refusal, Report, ToServer, ToWorker
-from ..protocol.names import WorkerId
+from ..protocol.names import Number, WorkerId
 from ..protocol.settings import Settings
 from ..protocol.status import Status
-from . import admission, apply, calls, evidence, reads, retention, sessions
+from . import admission, apply, calls, content, reads, retention, sessions
 from . import state as facts
 from .groups import GroupCall, Replica
+from .journal import FORMAT, Begun, History, Record
 from .members import Member, Told
 from .reads import interests_of
 from .snapshot import Steps, server_contradiction, statistics, status_of, status_steps
 from .sources import wanted_read
-from .state import Clock, Numbers, State
-from .versions import Model, Notary
+from .state import MARGIN, Clock, Numbers, State
+from .versions import Model
 
 Outbox = list[tuple[str, ToWorker]]
 
@@ -41,23 +43,36 @@ MAX_ROUNDS = 100  # decisions for one worker in one event: a chain of sources th
 class Server:
     """One life of the reference server. Only `handle`, `disconnected` and `tick` change it.
 
-    `first_number` must be above every number of any former life (wall-clock microseconds will do). `fresh` says that
-    there was no former life, so that there is nothing to wait for. `key` is that of its receipts: the same for all
-    lives of one cluster's server. All times inside are times awake (see `clock`).
+    `first_number` must be above every number of any former life that no journal tells of (wall-clock microseconds will
+    do). `fresh` says that there was no former life, so that there is nothing to wait for. `history` is what the journal
+    of former lives says, if there is one; `boot` names the boot of this machine. All times inside are times awake (see
+    `clock`).
     """
 
     def __init__(
-        self, settings: Settings, now: float, first_number: int, *, fresh: bool = False, key: bytes = b""
+        self,
+        settings: Settings,
+        now: float,
+        first_number: int,
+        *,
+        fresh: bool = False,
+        history: History | None = None,
+        boot: str = "",
     ) -> None:
-        notary = Notary(key)
+        told_upto = history.last if history is not None else Number(0)
+        is_untold = not fresh and (history is None or not history.is_whole)
         self.state = State(
             settings,
             Clock(now, started=now),
-            Numbers(first_number, notary),
-            notary,
+            Numbers(max(first_number, told_upto + MARGIN if told_upto else 0)),
             recovered_at=now if fresh else now + settings.lease_s,
-            is_recovering=not fresh,
+            is_recovering=is_untold,
+            is_untold=is_untold,
+            told_upto=told_upto,
+            boot=boot,
         )
+        if history is not None:
+            sessions.remember(self.state, history)
 
     # --- the seam -----------------------------------------------------------------------------------------------------
 
@@ -107,6 +122,26 @@ class Server:
         if state.is_recovering and state.now >= state.recovered_at:
             sessions.end_recovery(state)
         return self._settle() if state.dirty else []
+
+    def to_journal(self) -> tuple[list[Record], bool]:
+        """Records to be written before anything is sent, and whether they are the whole journal, to be begun anew."""
+        state = self.state
+        if state.numbers.last > state.numbers.named + MARGIN // 2:
+            state.journal.append(self._begun())
+        if not state.is_journal_old and not state.journal:
+            return [], False
+        is_whole, state.is_journal_old = state.is_journal_old, False
+        records, state.journal = self.whole_journal() if is_whole else state.journal, []
+        return records, is_whole
+
+    def whole_journal(self) -> list[Record]:
+        """The journal in as few records as it takes."""
+        return [self._begun(), *sessions.records_of(self.state)]
+
+    def _begun(self) -> Record:
+        state = self.state
+        state.numbers.named = state.numbers.last
+        return Begun(FORMAT, Number(state.numbers.last), "" if state.is_untold else state.boot)
 
     def next_deadline(self) -> float:
         """When to call `tick` if nothing is heard before."""
@@ -164,12 +199,14 @@ class Server:
         hello = state.hellos.get(sender)
         if hello is None:
             return Refusal("refused", "a report before any hello", "is this a TensorHub worker?"), None
+        member = state.members.get(state.speakers[sender])
+        if member is None:
+            sessions.note_stale(state, hello, report)
         sessions.count(state, report)
-        odd = admission.why_odd(state, hello, report)
+        odd = admission.why_odd(hello, report)
         if odd is not None:
             state.counters["odd_numbers"] += 1
             return odd, None
-        member = state.members.get(state.speakers[sender])
         if member is not None and member.hello.life != hello.life:
             return admission.taken(state, member), None
         if member is None:
@@ -180,7 +217,7 @@ class Server:
                 model = state.models.get(hello.model)
                 if model is not None and report.left:  # it has left, and did not hear that
                     gone = Member(hello, sender, report.session, state.now, report=report)
-                    return self._orders(model, gone, Told(ceiling=state.numbers.ceiling)), None
+                    return self._orders(model, gone, Told()), None
                 refusal = admission.spent(hello)
             if refusal is not None:
                 return refusal, None
@@ -195,7 +232,7 @@ class Server:
         if report.left:
             model = state.models[hello.model]
             sessions.end(state, member, "left")
-            return self._orders(model, member, Told(ceiling=state.numbers.ceiling)), None
+            return self._orders(model, member, Told()), None
         return None, member
 
     # --- what follows -------------------------------------------------------------------------------------------------
@@ -244,8 +281,6 @@ class Server:
     def _decide(self, member: Member) -> None:
         state = self.state
         model, replica = state.place(member)
-        if member.worker in model.roll.unwitnessed:
-            admission.seek_witness(state, model, member)
         if state.to_advance and state.to_advance.pop((model.name, replica.name), 0) is None:
             self._advance(model, replica)
         is_here = facts.is_here(state, member)
@@ -266,7 +301,7 @@ class Server:
             replica.ended = max(replica.ended, call.number)
             apply.release(state, model, call, replica)
         if call.verb in facts.FILLS and replica.note_progress(call):
-            evidence.judge_withdrawals(state, model, replica)
+            content.judge_withdrawals(state, model, replica)
         if before != _progress(call):
             state.mark_callers_dirty(replica)
             if call.error is not None:
@@ -286,7 +321,7 @@ class Server:
         offload = retention.version_to_copy(state, model, member)
         release = retention.copies_to_release(state, model, member)
         current = state.reads.current.get(member.worker)
-        is_whole = admission.is_whole(state, model, replica)
+        is_whole = not model.is_listening
         told = Told(
             position=replica.ended if is_whole else None,
             answer=replica.answer(member.shard, reported, is_whole=is_whole) if reported is not None else None,
@@ -295,10 +330,8 @@ class Server:
             offload=offload,
             fetch=retention.version_to_fetch(state, model, replica, member),
             release=release,
-            receipts=evidence.owed(state, model, member),
-            ceiling=state.numbers.ceiling,
-            conflict=member.conflict,
-            witness=admission.is_asked(model, member) or calls.is_asked(replica, member),
+            superseded=member.superseded,
+            report_at_once=model.awaited.get(member.worker) == member.session or calls.is_asked(replica, member),
             box=model.has_boxes and member.report.can_box,
         )
         if not must_answer and told == member.told:
@@ -315,7 +348,6 @@ class Server:
         state = self.state
         if member.report_s != state.report_s:
             member.note_pace(state.report_s, state.settings)
-        roster = sessions.roster_for(state, model, member)  # its number is below that of the orders
         return Orders(
             number=state.next_number(),
             session=member.session,
@@ -331,13 +363,9 @@ class Server:
             offload=told.offload,
             fetch=told.fetch,
             release=told.release,
-            newest_receipt=state.notary.newest(model.name, model.newest, model.era),
-            receipts=told.receipts,
-            ceiling=told.ceiling,
-            ceiling_receipt=state.numbers.receipt,
-            conflict=told.conflict,
-            roster=roster,
-            witness=told.witness,
+            newest_epoch=model.newest_epoch,
+            superseded=told.superseded,
+            report_at_once=told.report_at_once,
             box=told.box,
         )
 

@@ -19,7 +19,6 @@ from ..protocol.messages import (
     Holding,
     HostCopy,
     Report,
-    Roster,
     Source,
     Vacated,
     Withdrawing,
@@ -298,81 +297,6 @@ class Watches:
         return worker in self._of
 
 
-# --- The roll of a model: its living sessions, so that a later life of the server can tell which are missing.
-#
-# A set of sessions is written as how many they are and the sum of a keyed hash of each: the same for the same set, in
-# whatever order they came and went. A session is *witnessed* when another worker, itself witnessed, is known to know of
-# it. Sessions are numbered as they begin, so the witnessed ones are those up to a watermark. The oldest needs no
-# witness.
-
-
-MODULUS = 2**96  # as long as a receipt
-
-
-@dataclass
-class Tally:
-    """A set of sessions: their count and their sum."""
-
-    count: int = 0
-    total: int = 0
-
-    def add(self, key: int) -> None:
-        self.count, self.total = self.count + 1, (self.total + key) % MODULUS
-
-    def remove(self, key: int) -> None:
-        self.count, self.total = self.count - 1, (self.total - key) % MODULUS
-
-    @property
-    def digest(self) -> str:
-        return f"{self.total:x}"
-
-    def is_that_of(self, roster: Roster) -> bool:
-        return (self.count, self.digest) == (roster.count, roster.digest)
-
-
-@dataclass
-class Roll:
-    """Living and witnessed sessions; after a restart, those that have answered the roll call."""
-
-    is_over: bool = True  # the roll call: no worker is missing to which a former life may have promised anything
-    living: Tally = field(default_factory=Tally)
-    roster: Roster | None = None  # of the living sessions; None: not made yet
-    upto: Number = Number(0)  # sessions up to this one are witnessed
-    witnessed: dict[WorkerId, Number] = field(default_factory=dict)  # the sessions that live, oldest first
-    unwitnessed: dict[WorkerId, Number] = field(default_factory=dict)
-    shown: Roster | None = None  # the newest of a former life
-    answered: Tally = field(default_factory=Tally)  # that have shown one, by their former sessions
-    unaware: dict[WorkerId, None] = field(
-        default_factory=dict
-    )  # those of them that have not said yet that they heard this life
-    undecided: dict[WorkerId, None] = field(default_factory=dict)  # that have other content than was heard of before
-
-    @property
-    def is_complete(self) -> bool:
-        """All of the newest roster have answered, and have heard this life."""
-        return self.shown is not None and not self.unaware and self.answered.is_that_of(self.shown)
-
-    def begin(self, worker: WorkerId, session: Number, key: int) -> None:
-        self.living.add(key)
-        self.unwitnessed[worker], self.roster = session, None
-
-    def end(self, worker: WorkerId, key: int) -> None:
-        self.living.remove(key)
-        self.roster = None
-        for sessions in (self.witnessed, self.unwitnessed, self.unaware, self.undecided):
-            sessions.pop(worker, None)
-
-    def witness(self, upto: Number) -> list[WorkerId]:
-        """Sessions up to that one are witnessed. Returns those that were not before."""
-        self.upto = max(self.upto, upto)
-        found = []
-        while self.unwitnessed and next(iter(self.unwitnessed.values())) <= self.upto:
-            worker = next(iter(self.unwitnessed))
-            self.witnessed[worker] = self.unwitnessed.pop(worker)
-            found.append(worker)
-        return found
-
-
 # --- The reads that may be going on: every grant from when it is given until its reader says that it is closed.
 #
 # A read that was taken back is *void*. It no longer counts, but it stays open until its reader confirms that it has
@@ -557,10 +481,8 @@ class Told(msgspec.Struct, frozen=True):
     offload: Version | None = None
     fetch: Version | None = None
     release: tuple[int, ...] = ()
-    receipts: dict[int, str] = {}
-    ceiling: Number = Number(0)
-    conflict: Digest = Digest("")
-    witness: bool = False
+    superseded: Number = Number(0)
+    report_at_once: bool = False
     box: bool = False
 
 
@@ -576,14 +498,7 @@ class Member:
     report: Report = field(default_factory=lambda: Report(number=0))  # as it came, never changed
     content: Content = field(default_factory=lambda: NOTHING)  # what the server believes of it
     is_connected: bool = True
-    former_session: Number = Number(0)  # of this worker's life, perhaps named by a former server
-    former_seen: Number = Number(0)  # the highest number of orders that it had seen by then
-    is_off_roll: bool = False  # true if it has lived before and the last server's roll lacks it
-    asked: Number = Number(0)  # it has to show that it knows the sessions up to this number
-    asked_since: float = inf  # since then a worker waits for that
-    awaited_by: dict[WorkerId, None] = field(
-        default_factory=dict
-    )  # decided for again once this worker has heard of its session
+    has_lived_before: bool = False  # its life had a session before this one, perhaps with a former server
     tries: Tries = field(default_factory=Tries)  # of its present or last call
     reads_without_progress: int = 0  # failed reads since the last new chunk, of any call
     alone_until: float = -inf  # until then it fetches copies itself: it could not map one
@@ -594,7 +509,7 @@ class Member:
     report_s: float = 0.0  # the pause between reports that it was last told
     is_drained: bool = False  # true once it was told that its buffer has no readers: none may begin
     releasing: dict[int, None] = field(default_factory=dict)  # numbers of host copies that it was told to drop
-    conflict: Digest = Digest("")  # the root of its buffer, if it differs from the version's
+    superseded: Number = Number(0)  # the epoch of its buffer, if another publish of that version is finished
     wakes_at: float = inf  # when to decide for it again without a report
     queued_at: float = inf  # its valid entry in the queue of times
 
@@ -602,10 +517,6 @@ class Member:
         self.worker: WorkerId = self.hello.worker
         self.shard: Shard = self.hello.shard
         self.layout_key = LayoutKey(self.hello.shards, self.shard)  # of the tensors that it has registered
-
-    @property
-    def has_lived_before(self) -> bool:
-        return self.former_session > 0
 
     def note_heard(self, at: float, settings: Settings) -> None:
         """It was heard at that time: its lease begins anew."""

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ..protocol.messages import Holding, Poisoned, Source, Withdrawing
 from ..protocol.names import Version, WorkerId
-from . import admission, layouts, retention, slow, sources
+from . import layouts, retention, slow, sources
 from . import state as facts
 from .groups import Replica
 from .members import (
@@ -49,7 +49,7 @@ def drained_version(state: State, model: Model, member: Member) -> Drained:
     buffer = member.content.buffer
     if not isinstance(buffer, (Withdrawing, Poisoned)) or buffer.version is None:
         return Drained()
-    if not model.roll.is_over or admission.may_have_unknown_readers(state, member):
+    if model.is_listening:
         return Drained(why="the server has restarted, and has not heard all workers yet")
     if _has_readers(state, member, buffer.version):
         return Drained(why=_read_by(state, member, buffer.version))
@@ -298,8 +298,8 @@ def _choose(
     for number, layout_set in enumerate(layouts.readable_layout_sets(model, record, member.layout_key)):
         found = []
         for key in layout_set:
-            allowed = admission.allowed(state, model, member, sources.whole_sources(state, record, member, key))
-            found.append(choose_source(filter(would_do, allowed), now=state.now))
+            whole = sources.whole_sources(state, record, member, key)
+            found.append(choose_source(filter(would_do, whole), now=state.now))
         chosen = [each for each in found if each is not None]
         if len(chosen) == len(layout_set):
             rank = (*_rank([candidate for candidate, _ in chosen]), number)
@@ -335,12 +335,8 @@ def _wait(state: State, model: Model, record: VersionRecord, member: Member) -> 
     for key in dict.fromkeys(
         each for layout_set in layouts.readable_layout_sets(model, record, member.layout_key) for each in layout_set
     ):
-        possible = sources.whole_sources(state, record, member, key)
-        allowed = admission.allowed(state, model, member, possible)
-        best = choose_source(possible, now=state.now)
-        if not allowed and best is not None:
-            admission.wait_for(state, model, member, possible, best[0])
-        soonest = min([soonest, *[each.avoided_until for each in allowed if each.avoided_until > state.now]])
+        found = sources.whole_sources(state, record, member, key)
+        soonest = min([soonest, *[each.avoided_until for each in found if each.avoided_until > state.now]])
     if soonest < inf:
         state.members.wake(member, soonest)
 
@@ -380,7 +376,7 @@ def decide_read(state: State, model: Model, member: Member, wanted: Wanted | Non
         keep_up(state, model, record, member, current)
         return
     if current is not None and is_wanted and facts.is_served(state, current):
-        may_come_back = state.is_recovering and current.source not in state.members
+        may_come_back = model.is_listening and current.source not in state.members
         is_fixed = current.shares or may_come_back
         if not is_fixed and _moves(state, model, record, member, current):
             return
@@ -393,7 +389,7 @@ def decide_read(state: State, model: Model, member: Member, wanted: Wanted | Non
         may_doubt = not facts.is_here(state, source)
         others = [
             candidate
-            for candidate in sources.candidates(state, model, record, member)
+            for candidate in sources.possible(state, model, record, member)
             if (is_stuck and candidate.is_full)
             or (not candidate.is_withdrawing and (may_doubt or not candidate.is_doubtful))
         ]
@@ -424,7 +420,7 @@ def _is_had_in_its_layout(state: State, model: Model, record: VersionRecord, mem
         candidate.is_full
         and candidate.avoided_until <= state.now
         and not facts.is_doubtful(state, state.known(candidate.worker))
-        for candidate in sources.candidates(state, model, record, member)
+        for candidate in sources.possible(state, model, record, member)
     )
 
 
@@ -460,8 +456,6 @@ def _is_to_be_left(state: State, source: Member, read: OpenRead) -> bool:
     do.
     """
     from_host = read.from_host
-    if facts.is_undecided_there(state, source, read.version, from_host):
-        return False  # as far as is known it serves
     if facts.is_leaving(source, read.version, from_host):
         return True
     if facts.is_full(source, read.version, from_host):
@@ -484,15 +478,11 @@ def _grant(state: State, model: Model, record: VersionRecord, member: Member, *,
         return
     if to_host and _share(state, model, record, member):
         return
-    possible = sources.to_choose_from(state, model, record, member)
-    found = admission.allowed(state, model, member, possible)
+    found = sources.to_choose_from(state, model, record, member)
     choice = choose_source(found, now=state.now)
     if choice is None:
-        best = choose_source(possible, now=state.now)
         if found:
             state.members.wake(member, min(candidate.avoided_until for candidate in found))
-        elif best is not None:
-            admission.wait_for(state, model, member, possible, best[0])
         return
     source, reason = choice
     state.give(member, record, [source.place], reason, to_host=to_host)
@@ -523,8 +513,7 @@ def _waits_to_begin(state: State, record: VersionRecord, source: Candidate) -> b
 
 def _share(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
     """Let it map the host copy of another worker of its host, or wait for one that is being fetched."""
-    found = admission.allowed(state, model, member, sources.copies_to_share(state, model, record, member))
-    choice = choose_source(found, now=state.now)
+    choice = choose_source(sources.copies_to_share(state, model, record, member), now=state.now)
     if choice is not None:
         source, reason = choice
         state.give(member, record, [source.place], f"{reason}; shared", to_host=True, shares=True)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from ..protocol.messages import Failure, Filling, Holding, HostCopy, Withdrawing
 from ..protocol.names import Version, WorkerId
-from . import admission, ahead, layouts
+from . import ahead, layouts
 from . import state as facts
 from .groups import Replica
 from .members import LayoutKey, LayoutSet, Member
@@ -28,7 +28,7 @@ from .versions import Model, VersionRecord
 # - For what a reliable worker gives up only reliable workers count.
 # - Workers have an order, by name among equals. Of those that leave a version together, and of host copies, one relies
 #   only on those before it.
-# - Of the established version one worker outside the publishers is the *keeper*, the first one in the order. The others
+# - Of the established version one worker outside the publisher is the *keeper*, the first one in the order. The others
 #   rely on it, and it relies on none with its layout: what was published since may be lost with its publisher.
 # - Workers of another layout count if together they have all of the version.
 
@@ -43,7 +43,7 @@ def newly_established(state: State, model: Model) -> list[VersionRecord]:
 def _is_whole_outside(state: State, model: Model, record: VersionRecord) -> bool:
     def is_outside(key: LayoutKey) -> bool:
         return any(
-            worker.replica not in record.publishers and _has_it_to_stay(state.members.get(worker), record.version)
+            worker.replica != record.publisher and _has_it_to_stay(state.members.get(worker), record.version)
             for worker in record.whole.get(key, {})
         )
 
@@ -58,10 +58,10 @@ def _has_it_to_stay(member: Member | None, version: Version) -> bool:
 
 
 def _is_to_be_kept(model: Model, member: Member, version: Version) -> bool:
-    """What the member has of it counts: the version is kept, and not only outside its publishers."""
+    """What the member has of it counts: the version is kept, and not only outside its publisher."""
     if version in model.glance().anywhere:
         return True
-    return version in model.retained() and member.worker.replica not in model.look_up(version).publishers
+    return version in model.retained() and member.worker.replica != model.look_up(version).publisher
 
 
 def _is_kept_by_others(state: State, model: Model, record: VersionRecord, leaver: Member, *, is_copy: bool) -> bool:
@@ -70,7 +70,7 @@ def _is_kept_by_others(state: State, model: Model, record: VersionRecord, leaver
     has_another = leaver.will_hold(version) if is_copy else leaver.has_whole_copy(version)
     if has_another and not leaver.report.closing:
         return True
-    if version in model.glance().outliving and leaver.worker.replica not in record.publishers:
+    if version in model.glance().outliving and leaver.worker.replica != record.publisher:
         if _keeper(state, record, leaver) is not leaver:
             return True
 
@@ -98,7 +98,7 @@ def _is_kept_by_others(state: State, model: Model, record: VersionRecord, leaver
 
 
 def _keeper(state: State, record: VersionRecord, leaver: Member) -> Member:
-    """The one worker outside the publishers that keeps the leaver's shard of the established version; itself, if none.
+    """The one worker outside the publisher that keeps the leaver's shard of the established version; itself, if none.
 
     It stays the same as long as it can: the others may go at once, and need no memory for a copy.
     """
@@ -115,8 +115,8 @@ def _keeper(state: State, record: VersionRecord, leaver: Member) -> Member:
 
 
 def _keeps(member: Member, record: VersionRecord) -> bool:
-    """It is outside the publishers, and has the version until it is told that it may give it up."""
-    return member.worker.replica not in record.publishers and member.will_keep(record.version)
+    """It is outside the publisher, and has the version until it is told that it may give it up."""
+    return member.worker.replica != record.publisher and member.will_keep(record.version)
 
 
 def _rank(member: Member, version: Version) -> tuple[bool, bool, WorkerId]:
@@ -162,7 +162,7 @@ def _makes_room(state: State, member: Member) -> bool:
     """A host copy is on its way out, or may be when a server that has restarted releases copies again."""
     copies = member.content.copies
     is_going = any(copy.dropping or copy.number in member.releasing for copy in copies)
-    return is_going or (state.is_recovering and bool(copies))
+    return is_going or (state.models[member.hello.model].is_listening and bool(copies))
 
 
 def _is_another_on_its_way(state: State, model: Model, leaver: Member, record: VersionRecord) -> bool:
@@ -333,7 +333,7 @@ def _version_to_copy_ahead(model: Model, member: Member) -> Version | None:
 
 def version_to_copy(state: State, model: Model, member: Member) -> Version | None:
     """What it is to copy from its tensors to host memory now, after what it is to let go."""
-    if not model.roll.is_over:
+    if model.is_listening:
         return None
     return version_to_offload(state, model, member) or _version_to_copy_ahead(model, member)
 
@@ -342,25 +342,21 @@ def copies_to_let_go(state: State, model: Model, member: Member) -> tuple[int, .
     """Its host copies, by number, that are not needed any more and have no reader, and none to come.
 
     Of one that is cut off it is not known what it still wants: nothing is fetched ahead for it, and all would go.
-    There is no way back. In the first lease after a restart, only copies may go that no returning worker can want by
-    then: they are older than a version which those that have answered show to be established.
+    There is no way back.
     """
     copies = member.content.copies
-    if not copies or not model.roll.is_over or not facts.is_here(state, member):
+    if not copies or model.is_listening or not facts.is_here(state, member):
         return ()
-    newest = model.newest_established
     return tuple(
         copy.number
         for copy in _needless(state, model, member)
-        if not _is_read(state, member, copy)
-        and not _is_promised(state, model, member, copy)
-        and (not state.is_recovering or (newest is not None and copy.version < newest))
+        if not _is_read(state, member, copy) and not _is_promised(state, model, member, copy)
     )
 
 
 def copies_to_release(state: State, model: Model, member: Member) -> tuple[int, ...]:
     """The host copies, by number, that are to go and have no reader any more."""
-    if not member.releasing or not model.roll.is_over or admission.may_have_unknown_readers(state, member):
+    if not member.releasing or model.is_listening:
         return ()
     told = [copy for copy in member.content.copies if copy.number in member.releasing]
     return tuple(copy.number for copy in told if not _is_read(state, member, copy))
@@ -427,7 +423,7 @@ def _is_promised(state: State, model: Model, member: Member, copy: HostCopy) -> 
 def version_to_fetch(state: State, model: Model, replica: Replica, member: Member) -> Version | None:
     """What it is to fill a host copy with, as far as there is room."""
     report = member.report
-    if not model.roll.is_over or report.closing or not _may_want_a_copy(model, member):
+    if model.is_listening or report.closing or not _may_want_a_copy(model, member):
         return None
     offload = version_to_offload(state, model, member)
     if offload is not None and not _has_room(member, offload):

@@ -1,5 +1,6 @@
 """Sessions and reports: how a worker joins, reports and leaves, and what a restarted server waits for."""
 
+from collections.abc import Iterator
 from math import inf
 
 from msgspec.structs import replace
@@ -14,13 +15,13 @@ from ..protocol.messages import (
     LayoutInfo,
     Poisoned,
     Report,
-    Roster,
     TicketFailure,
 )
-from ..protocol.names import Ticket, WorkerId
-from . import admission, apply, calls, evidence, reads, slow
+from ..protocol.names import ReplicaName, Ticket, WorkerId
+from . import admission, apply, calls, content, reads, slow
 from . import state as facts
 from .groups import Replica
+from .journal import History, Joined, ModelHistory, Over, Published, Record, Writes
 from .members import (
     ARRIVALS,
     NEWS,
@@ -36,102 +37,105 @@ from .members import (
     sources_of,
 )
 from .sources import Wanted
-from .state import State
-from .versions import Model, are_equal
+from .state import MARGIN, State
+from .versions import Model, Writer
 
-# --- Roll call: how a restarted server learns that no worker is missing (decision 0021).
+# --- A restarted server *listens*: until all workers have reported that may still live, for a lease at most.
 #
-# Rules:
-# - With all orders a worker gets the *roster*: the living sessions of its model. It shows the newest in its reports.
-#   The roll call of a new life is over when all on the newest roster, and no others, have shown one and heard it.
-# - A worker is granted a read, a publish or a claim once another worker knows of it, its *witness*.
-# - During the roll call no worker gets a roster, and none reads from a worker that has not heard this life.
-# - A worker that has lived before and is not on the roll is *off the roll*. For a lease it is not drained, and gets no
-#   roster.
-#
-# It must never end a roll call by what a worker cannot prove. Called by the server machine, whose tables it changes.
+# A journal names the sessions of these workers. Without a journal any worker may come, and every model listens for a
+# lease. While a model listens, none of its workers is drained, no call of its replicas is resolved, none of its
+# versions counts as lost, and its writer stays. A worker is awaited until it has reported that it has heard this life
+# of the server: until then it may begin a read that a former life has granted.
 
 
-def begin_roll_call(state: State, model: Model, member: Member, report: Report) -> None:
-    """A session has begun, with that report."""
-    roll = model.roll
-    roll.begin(member.worker, member.session, state.notary.session(member.worker, member.session))
-    if not report.session:
-        return
-    told = report.roster
-    if roll.is_over or told is None or not _is_proved(state, model, told):
-        member.is_off_roll = True
-        return
-    roll.answered.add(state.notary.session(member.worker, report.session))
-    roll.unaware[member.worker] = None
-    if roll.shown is None or told.number > roll.shown.number:
-        roll.shown = told
+def remember(state: State, history: History) -> None:
+    """What a journal says of former lives."""
+    for name, told in history.models.items():
+        model = state.models[name] = Model(name, 1, state.settings.max_versions)
+        model.keeps_established, model.began = state.settings.keep_established, told.began
+        if told.writer is not None and any(worker.replica == told.writer.replica for worker in told.sessions):
+            model.writer = Writer(told.writer.replica, told.writer.number, state.now)
+        for version, published in told.versions.items():
+            record = model.record(version)
+            record.begin(published.epoch)
+            record.publisher = published.replica or None
+            model.note_exists(record)
+        if told.established in model.versions and told.established is not None:
+            model.note_established(model.versions[told.established])
+        model.awaited = {} if state.is_untold else dict(told.sessions)
+        model.is_listening = state.is_untold or bool(model.awaited)
+        model.changed = {}
+        state.empty_models[name] = state.now
+    state.is_recovering = state.is_untold or any(model.is_listening for model in state.models.values())
 
 
-def end_roll_call(state: State, model: Model, member: Member) -> None:
-    """The session is over."""
-    model.roll.end(member.worker, state.notary.session(member.worker, member.session))
+def records_of(state: State) -> Iterator[Record]:
+    """What this life of the server knows, as a journal says it."""
+    for name, model in state.models.items():
+        living = {member.worker: member.session for member in state.members.all() if member.hello.model == name}
+        told = ModelHistory({**model.awaited, **living}, began=model.began)
+        if model.writer is not None:
+            told.writer = Writes(name, model.writer.replica, model.writer.number)
+        finished = [record for _, record in sorted(model.versions.items()) if record.exists]
+        told.versions = {
+            each.version: Published(name, each.version, each.epoch, each.publisher or ReplicaName(""))
+            for each in finished
+        }
+        told.established = max((each.version for each in finished if each.is_established), default=None)
+        yield from told.records(name)
+
+
+def await_session(model: Model, member: Member, report: Report) -> None:
+    """A session has begun, with that report. A worker that is awaited has come."""
+    if model.awaited.get(member.worker) == report.session:
+        model.awaited[member.worker] = member.session  # and is to hear of that
 
 
 def hear(state: State, model: Model, member: Member) -> None:
-    """What follows from its report for the roll, and for workers that wait for a witness."""
-    roll, told = model.roll, member.report.roster
-    if member.report.session != member.session:
-        return  # it has not heard of this session yet: what it shows is of a former one
-    for worker in member.awaited_by:
-        state.mark_dirty(worker)
-    member.awaited_by = {}
-    roll.unaware.pop(member.worker, None)
-    if not roll.is_over:
-        if roll.is_complete:
-            state.counters["roll_calls_answered"] += 1
-            close(state, model)
-    elif told is not None and told.number > roll.upto and member.worker in roll.witnessed:
-        for worker in roll.witness(told.number) if _is_proved(state, model, told) else ():
-            state.mark_dirty(worker)
-    if not admission.is_asked(model, member):
-        member.asked_since = inf
+    """What follows if its report shows that it has heard this life of the server."""
+    if model.awaited.get(member.worker) == member.report.session == member.session:
+        _await_no_more(state, model, member)
 
 
-def close(state: State, model: Model) -> None:
-    """The roll call is over: no worker is missing, or a lease is over."""
-    roll = model.roll
-    roll.is_over = True
-    roll.witness(state.next_number())  # the first roster has all workers that are here
-    roll.shown, roll.unaware = None, {}
-    evidence.judge_doubted(state, model)
+def _await_no_more(state: State, model: Model, member: Member) -> None:
+    if model.awaited.get(member.worker) == member.session:
+        del model.awaited[member.worker]
+        if not model.awaited and not state.is_untold:
+            state.counters["restarts_heard"] += 1
+            _end_listening(state, model)
+            state.is_recovering = any(each.is_listening for each in state.models.values())
+
+
+def _end_listening(state: State, model: Model) -> None:
+    model.is_listening, model.awaited = False, {}
     model.changed.update(dict.fromkeys(model.versions))
     state.mark_everyone_dirty(model)
 
 
 def end_recovery(state: State) -> None:
     """A lease is over: a worker that has not reported has no session any more."""
-    state.is_recovering = False
+    state.is_journal_old |= state.is_untold
+    state.is_recovering = state.is_untold = False
     for model in state.models.values():
-        model.is_listening = False
-        if not model.roll.is_over:
-            close(state, model)
-        model.changed.update(dict.fromkeys(model.versions))
-        state.mark_everyone_dirty(model)
+        if model.is_listening:
+            _end_listening(state, model)
 
 
-def _is_proved(state: State, model: Model, told: Roster) -> bool:
-    """A server with this key has said so."""
-    return are_equal(state.notary.roster(model.name, told.number, told.count, told.digest), told.receipt)
-
-
-# --- what orders carry ------------------------------------------------------------------------------------------------
-
-
-def roster_for(state: State, model: Model, member: Member) -> Roster | None:
-    """What it is to show to the next life of the server."""
-    roll = model.roll
-    if not roll.is_over or admission.may_have_unknown_readers(state, member):
-        return None
-    if roll.roster is None:
-        number, count, digest = state.next_number(), roll.living.count, roll.living.digest
-        roll.roster = Roster(number, count, digest, state.notary.roster(model.name, number, count, digest))
-    return roll.roster
+def note_stale(state: State, hello: Hello, report: Report) -> None:
+    """A worker that begins a session has heard of a life that the journal does not know: the journal is too old."""
+    if state.is_untold or not state.told_upto or state.now >= state.recovered_at:
+        return
+    model = state.models.get(hello.model)
+    if model is not None and model.awaited.get(hello.worker) == report.session:
+        is_stale = report.seen > state.told_upto + MARGIN
+    else:
+        is_stale = report.session > state.told_upto and not state.numbers.first <= report.session <= state.numbers.last
+    if not is_stale:
+        return
+    state.said.append("the journal is older than what workers have heard: the server listens for a lease")
+    state.is_untold = state.is_recovering = state.is_journal_old = True
+    for model in state.models.values():
+        model.is_listening = True
 
 
 # --- What a report changes in the server's tables. Called by the server machine, whose tables these are.
@@ -146,9 +150,10 @@ def take_report(state: State, member: Member, report: Report, arrived: float) ->
     former = member.content
     if report.layout != before.layout:
         apply.note_layout_key(state, member)
-    evidence.take_content(state, model, replica, member, before)
+    content.take_content(state, model, replica, member, before)
     note_fed(state, member, former)
     take_reads(state, member, before)
+    admission.note_writer(state, model, replica, report)
     take_call(state, replica, member, before)
     hear(state, model, member)
 
@@ -184,10 +189,11 @@ def take_reads(state: State, member: Member, before: Report) -> None:
     report, worker = member.report, member.worker
     reading = report.reading
     if reading is not None and reading.root:
-        evidence.bind(state, member, reading)
+        content.bind(state, member, reading)
     reads = state.reads.of(worker) if report.failures else []
     close_reads(state, member, report.closed)
-    if reading is not None and state.is_recovering and _may_adopt(state, worker, report):
+    model = state.models[member.hello.model]
+    if reading is not None and model.is_listening and _may_adopt(state, worker, report):
         text = "granted before a restart"
         grant = Grant(
             *(reading.ticket, reading.version, reading.sources, text),
@@ -296,34 +302,24 @@ def take_call(state: State, replica: Replica, member: Member, before: Report) ->
     """What the worker's caller waits for."""
     report, is_first = member.report, not before.number
     former = replica.call
-    was_over, was_ended, was_finished = former is None or former.is_over, replica.ended, replica.finished
+    was_over, was_ended = former is None or former.is_over, replica.ended
     held = report.buffer.version if isinstance(report.buffer, Holding) else None
     ended, seen, missed = (report.ended, report.finished), report.seen, report.missed
     replica.note_ended(member.shard, *ended, seen=seen, missed=missed, held=held)
     if report.call is None or report.ended != before.ended:
         replica.bereft.pop(member.shard, None)  # the call that another could not make is over here
-    if missed is not None and replica.ended != was_ended and not state.is_recovering:
+    is_listening = state.models[member.hello.model].is_listening
+    if missed is not None and replica.ended != was_ended and not is_listening:
         _note_bereft(state, replica, member, missed)
     if report.call is not None:
         is_put = report.ended != report.call.number - 1
         seen, last = report.seen, state.numbers.last
         replica.arrive(member.shard, report.call, now=state.now, is_first=is_first, is_put=is_put, seen=seen, last=last)
         _note_doubt(state, replica)
-        _take_inherited(state, replica, member)
-    if replica.finished != was_finished:
-        for sibling in [state.members.get(worker) for worker in replica.members.values()]:
-            if sibling is not None:
-                _take_inherited(state, replica, sibling)
     if former is not replica.call:
         apply.release(state, state.models[member.hello.model], former, replica)
     if (former is not None and former.is_over and not was_over) or replica.ended != was_ended:
         state.mark_replica_dirty(replica)
-
-
-def _take_inherited(state: State, replica: Replica, member: Member) -> None:
-    model = state.models[member.hello.model]
-    if evidence.take_inherited(state, model, replica, member):
-        evidence.judge_content(state, model, replica, member, member.report)
 
 
 def _note_bereft(state: State, replica: Replica, member: Member, missed: Failure) -> None:
@@ -378,14 +374,14 @@ def take(state: State, report: Report, sender: str, arrived: float) -> Member | 
     if report.call != member.report.call:
         if not _has_heard_the_end(state, model, member, report, told):
             return None
-        told = replace(told, answer=None, receipts={})
+        told = replace(told, answer=None)
     elif isinstance(report.buffer, Filling):
         if not _goes_on(state, model, member, report, told):
             return None
     elif not _is_still(state, model, member, report):
         return None
     _take_in(state, model, member, report, arrived)
-    member.told = replace(told, witness=admission.is_asked(model, member)) if told.witness else told
+    member.told = replace(told, report_at_once=False) if told.report_at_once else told
     return member
 
 
@@ -397,13 +393,12 @@ def _known(state: State, report: Report, sender: str) -> Member | None:
         return None
     if member.hello.life != hello.life or report.number <= member.report.number or report.left:
         return None
-    if report.session != member.session or member.has_failed_a_reader or member.awaited_by:
+    if report.session != member.session or member.has_failed_a_reader:
         return None
     model = state.models[hello.model]
     if calls.is_asked(model.replicas[hello.replica], member):
         return None
-    is_witnessed = member.worker in model.roll.witnessed
-    return member if is_witnessed and facts.is_here(state, member) else None
+    return member if facts.is_here(state, member) else None
 
 
 def _take_in(state: State, model: Model, member: Member, report: Report, arrived: float) -> None:
@@ -452,16 +447,10 @@ def _has_heard_the_end(state: State, model: Model, member: Member, report: Repor
         return False
     if not before.call.number == call.number == report.ended == report.finished:
         return False
-    has_heard = told.answer is not None and told.answer.finished and _shows_what_it_was_told(report, before, told)
+    has_heard = told.answer is not None and told.answer.finished
     is_idle = not model.watches.is_waiting(member.worker) and not state.reads.of(member.worker)
     is_all = report.buffer == before.buffer and report.reading == before.reading and _is_same_else(report, before)
     return has_heard and is_idle and is_all
-
-
-def _shows_what_it_was_told(report: Report, before: Report, told: Told) -> bool:
-    """Each receipt in it is one that the worker has shown before, or that it was given last."""
-    known = {**before.receipts, **told.receipts}
-    return all(known.get(version) == receipt for version, receipt in report.receipts.items())
 
 
 # --- what a report tells that the one before did not ------------------------------------------------------------------
@@ -481,10 +470,10 @@ def is_progress(report: Report, before: Report) -> bool:
 
 
 def _is_same_beside(report: Report, before: Report) -> bool:
-    """The same call and receipts, and everything else but its buffer and its read."""
+    """The same call, and everything else but its buffer and its read."""
     return (
         report.call == before.call
-        and (report.ended, report.finished, report.receipts) == (before.ended, before.finished, before.receipts)
+        and (report.ended, report.finished) == (before.ended, before.finished)
         and _is_same_else(report, before)
     )
 
@@ -493,13 +482,13 @@ def _is_same_else(report: Report, before: Report) -> bool:
     return (
         (report.session, report.can_box) == (before.session, before.can_box)
         and (report.prefetch, report.stops) == (before.prefetch, before.stops)
-        and (report.claim, report.claimed_in) == (before.claim, before.claimed_in)
+        and report.writes == before.writes
         and report.missed == before.missed
         and (report.failures, report.copy_error, report.copies_left)
         == (before.failures, before.copy_error, before.copies_left)
         and report.size_bytes == before.size_bytes
         and not report.left
-        and evidence.content_beside(report) == evidence.content_beside(before)
+        and content.content_beside(report) == content.content_beside(before)
     )
 
 
@@ -514,8 +503,7 @@ def begin(state: State, hello: Hello, sender: str, report: Report) -> Member:
         if len(state.models) >= state.settings.max_models and (old := state.model_to_forget()) is not None:
             state.forget_model(old)
         model = state.models[hello.model] = Model(hello.model, hello.shards, state.settings.max_versions)
-        model.is_listening, model.keeps_established = state.is_recovering, state.settings.keep_established
-        model.roll.is_over = not state.is_recovering
+        model.is_listening, model.keeps_established = state.is_untold, state.settings.keep_established
     if not model.replicas:
         model.layout_sets, model.has_boxes = {}, False
         if not report.session:  # a new job: what those before it wanted kept is over with them
@@ -524,11 +512,12 @@ def begin(state: State, hello: Hello, sender: str, report: Report) -> Member:
     replica = model.replicas.setdefault(hello.replica, Replica(hello.replica, hello.shards))
     member = Member(hello, sender, state.next_number(), state.now + state.settings.lease_s)
     member.note_heard(state.now, state.settings)
-    member.former_session, member.former_seen = report.session, report.seen
+    member.has_lived_before = report.session > 0
     replica.join(hello.shard, member.worker, is_in_call=report.call is not None)
     state.members.add(member)
     state.note_size()
-    begin_roll_call(state, model, member, report)
+    await_session(model, member, report)
+    state.journal.append(Joined(*member.worker, member.session))
     _take_place(state, model, member)
     if hello.retain > state.settings.max_retain:
         text = f"{hello.worker} asks to keep {hello.retain} versions, and may ask for {state.settings.max_retain}"
@@ -552,11 +541,14 @@ def end(state: State, member: Member, why: str) -> None:
     _leave_place(state, model, member)
     del state.members[member.worker]
     state.note_size()
-    end_roll_call(state, model, member)
+    state.journal.append(Over(*member.worker))
+    _await_no_more(state, model, member)
     state.forget(member.worker)
     if replica.is_empty:
         apply.release(state, model, replica.call, replica)
         del model.replicas[replica.name]
+        if model.writer is not None and model.writer.replica == replica.name:
+            model.writer = None
     if not model.replicas:
         state.empty_models[model.name] = state.now
         state.forget_at = min(state.forget_at, state.now + state.settings.lease_s)

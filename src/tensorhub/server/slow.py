@@ -42,7 +42,7 @@ from ..protocol.messages import Holding, Withdrawing
 from . import state as facts
 from .members import Avoided, Left, Member, OpenRead, Tier, upper_quartile
 from .selection import Candidate, choose_source
-from .sources import candidates, may_cross
+from .sources import may_cross, possible
 from .state import State
 from .versions import Model, VersionRecord
 
@@ -95,7 +95,7 @@ def brings_nothing(state: State, read: OpenRead) -> bool:
 
     Right after a restart it is not known yet which workers have none.
     """
-    if state.is_recovering or not read.pace.is_still(state.now, window_s(state)):
+    if state.models[read.reader.model].is_listening or not read.pace.is_still(state.now, window_s(state)):
         return False
     return any(each.worker not in state.members for each in read.sources)
 
@@ -307,7 +307,7 @@ def _better(
     left = read.left.source if read.left is not None else None
     found = [
         candidate
-        for candidate in candidates(state, model, record, reader)
+        for candidate in possible(state, model, record, reader)
         if _is_sound(state, record, read, candidate, without_source=slow.is_still)
         and (slow.is_still or not (candidate.is_slow or candidate.worker == left))
         and not (slow.goes == "behind" and candidate.is_full)

@@ -120,8 +120,7 @@ def status_steps(state: State) -> Steps:
     for _, model in sorted(state.models.items()):
         models.append((yield from _model(state, model)))
     transfers = yield from _transfers(state)
-    is_called = not state.models or not all(model.roll.is_over for model in state.models.values())
-    recovering_s = max(0.0, state.recovered_at - state.now) if state.is_recovering and is_called else 0.0
+    recovering_s = max(0.0, state.recovered_at - state.now) if state.is_recovering else 0.0
     return Status(
         protocol=PROTOCOL,
         uptime_s=state.now + state.clock.paused_s - state.clock.started,
@@ -258,11 +257,11 @@ def _replica(state: State, model: Model, replica: Replica) -> ReplicaView:
             drains = (reads.drained_version(state, model, member).why for member in members if member is not None)
             text = next(filter(None, drains), "")
         view = CallView(call.number, call.verb, call.spec, call.version, stage, text)
-    workers = tuple(_worker(state, member) for member in members if member is not None)
+    workers = tuple(_worker(state, model, member) for member in members if member is not None)
     return ReplicaView(replica.name, replica.shards, workers, view)
 
 
-def _worker(state: State, member: Member) -> WorkerView:
+def _worker(state: State, model: Model, member: Member) -> WorkerView:
     report, content = member.report, member.content
     done, chunks = (content.buffer.done, content.buffer.chunks) if isinstance(content.buffer, Filling) else (0, 0)
     return WorkerView(
@@ -285,7 +284,7 @@ def _worker(state: State, member: Member) -> WorkerView:
         copies_filling=tuple(copy.version for copy in content.copies if not copy.whole),
         copies_left=report.copies_left,
         pins=report.pins[:MAX_PINS],
-        claim=report.claim,
+        is_writer=report.writes > 0 and model.writer is not None and model.writer.replica == member.hello.replica,
     )
 
 

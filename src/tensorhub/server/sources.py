@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..protocol.messages import Holding, Withdrawing
 from ..protocol.names import Version, WorkerId
-from . import admission, layouts, retention
+from . import layouts, retention
 from . import state as facts
 from .groups import Replica
 from .members import LayoutKey, Member, OpenRead
@@ -28,8 +28,6 @@ class Wanted(NamedTuple):
 def wanted_read(state: State, model: Model, replica: Replica, member: Member) -> Wanted | None:
     """What this worker should be reading now, and can. Its caller's call comes before what is fetched ahead."""
     version = facts.wanted_version(replica, member)
-    if version is not None and facts.may_have(state, member, version):
-        return None
     if retention.leaves_last(state, model, member):
         return None
     if version is None or member.holds(version) or member.can_fill_itself(version):
@@ -66,15 +64,10 @@ def _is_to_hear_that_it_goes(state: State, model: Model, member: Member, version
 MAX_ALL = 8  # holders that are each looked at: beyond that an idle one is taken from their index
 
 
-def candidates(state: State, model: Model, record: VersionRecord, reader: Member) -> list[Candidate]:
-    """The candidates that the reader may be given."""
-    return admission.allowed(state, model, reader, possible(state, model, record, reader))
-
-
 def to_choose_from(state: State, model: Model, record: VersionRecord, reader: Member) -> list[Candidate]:
     """Candidates among which the best one is: of many holders not all are looked at."""
     found: list[Candidate] = []
-    if len(record.holders.get(reader.layout_key, {})) > MAX_ALL and model.roll.is_over:
+    if len(record.holders.get(reader.layout_key, {})) > MAX_ALL and not model.is_listening:
         found = idle(state, model, record, reader)
     return found or possible(state, model, record, reader)
 

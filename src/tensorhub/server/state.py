@@ -11,7 +11,6 @@ from ..protocol.messages import (
     Grant,
     Hello,
     Holding,
-    HostCopy,
     LayoutInfo,
     Poisoned,
     Report,
@@ -21,8 +20,8 @@ from ..protocol.messages import (
 from ..protocol.names import Digest, ModelName, Number, ReplicaName, Ticket, Version, WorkerId
 from ..protocol.settings import Settings
 from .groups import GroupCall, Replica
+from .journal import Forgotten, Record
 from .members import (
-    WHOLE,
     LayoutKey,
     LayoutSet,
     Left,
@@ -35,7 +34,7 @@ from .members import (
     references_of,
     sources_of,
 )
-from .versions import Model, Notary, VersionRecord, are_equal
+from .versions import Model, VersionRecord
 
 # --- The time awake: the caller's clock, less the time for which the server stood still.
 #
@@ -70,54 +69,40 @@ class Clock:
         return is_pause
 
 
-# --- The numbers of one life of the server: they rise over all its lives, and only it can raise them.
+# --- The numbers of one life of the server: they rise over all its lives.
 #
-# A life learns from the workers how far the one before it had come. A worker must not raise the numbers at will. So
-# numbers are given out in blocks, and each life signs the ceiling of its last block. Without a ceiling of another life
-# a number is believed up to one block above the first number of this life. No ceiling is believed above `MAX_CEILING`.
+# A life begins at the microseconds of the clock, or above all numbers of its journal, and gives out far fewer than one
+# a microsecond. Where there is no journal and the clock has gone back, it learns from the workers how far the one
+# before it had come.
 
 
-BLOCK = 2**32  # one signature for as many; a life begins at the microseconds of the clock, and gives out far fewer
-MAX_CEILING = 2**56  # microseconds up to the year 4253, so no life comes near it; 2**62 - 2**56 numbers are left above
+MARGIN = 2**22  # so many numbers may have been given out since the journal last named one: 20 minutes of a large fleet
+MAX_NUMBER = 2**56  # microseconds up to the year 4253: a worker that shows a higher one is not believed
 
 
 class Numbers:
-    """Gives out the numbers of sessions, tickets and orders."""
+    """Gives out the numbers of sessions, tickets, epochs and orders."""
 
-    def __init__(self, first: int, notary: Notary) -> None:
-        self.last = first
-        self._notary = notary
-        self._upto = first + BLOCK  # up to this number another life may have given them out
-        self._raise(first + BLOCK)
-
-    def _raise(self, ceiling: int) -> None:
-        self.ceiling = Number(ceiling)
-        self.receipt = self._notary.ceiling(self.ceiling)
+    def __init__(self, first: int) -> None:
+        self.first = self.last = self.named = first
 
     def next(self) -> Number:
         """The next number, above all that were given out."""
         self.last += 1
-        if self.last > self.ceiling:
-            self._raise(self.last + BLOCK)
         return Number(self.last)
 
     def is_ours(self, number: int) -> bool:
-        """This life or one before it may have given it out."""
-        return number <= max(self.last, self._upto)
+        """This life or one before it has given it out."""
+        return number <= self.last
 
     def learn(self, report: Report) -> bool:
         """Learn what a worker has heard from former lives. False: it names a number that no server has given out."""
-        is_of_another_life = self.ceiling < report.ceiling <= MAX_CEILING
-        if is_of_another_life and are_equal(self._notary.ceiling(report.ceiling), report.ceiling_receipt):
-            self.ceiling, self.receipt = report.ceiling, report.ceiling_receipt
-            self._upto = report.ceiling
         ticket = report.reading.ticket if report.reading is not None else 0
-        highest = max(report.seen, report.session, report.closed, ticket)
-        if highest <= self.last:
-            return True
-        told = (report.seen, report.session, report.closed, ticket)
-        self.last = max(self.last, *[number for number in told if self.is_ours(number)], 0)
-        return self.is_ours(highest)
+        epochs = [getattr(one, "epoch", 0) for one in (report.buffer, report.call, *report.copies)]
+        told = (report.seen, report.session, report.closed, ticket, report.newest_epoch, report.writes, *epochs)
+        if max(told) > self.last:
+            self.last = max(self.last, *[number for number in told if number <= MAX_NUMBER], 0)
+        return max(told) <= max(self.last, MAX_NUMBER)
 
 
 # --- All that the server knows: its clock, its numbers, its tables, and the dirty workers.
@@ -135,9 +120,13 @@ class State:
     settings: Settings
     clock: Clock
     numbers: Numbers
-    notary: Notary
     recovered_at: float  # until then promises of a former life may be unknown
-    is_recovering: bool
+    is_recovering: bool  # a model listens, or any worker may come: no journal says which workers live
+    is_untold: bool = False  # no journal says which workers live
+    told_upto: Number = Number(0)  # the highest number in the journal of former lives
+    boot: str = ""  # of the machine
+    journal: list[Record] = field(default_factory=list)  # to be written before anything is sent
+    is_journal_old: bool = True  # true if it is to be written anew
     models: dict[ModelName, Model] = field(default_factory=dict)
     empty_models: dict[ModelName, float] = field(
         default_factory=dict
@@ -213,7 +202,10 @@ class State:
             named.append(Source(worker, from_host, its.endpoints, record.roots[key], its.site != site))
         ticket = Ticket(self.next_number())
         grant = Grant(
-            ticket, record.version, tuple(named), reason, to_host=to_host, shares=shares, is_across=bool(across)
+            *(ticket, record.version, tuple(named), reason, record.epoch),
+            to_host=to_host,
+            shares=shares,
+            is_across=bool(across),
         )
         read = OpenRead(grant, reader.worker, reader.layout_key, began_at=self.now)
         read.shares, read.moves, read.left = shares, moves, left
@@ -308,7 +300,7 @@ class State:
         if self.models[name].newest is not None:
             self.said.append(f"{name} is forgotten, with its numbers: {len(self.models)} models is the most here")
         del self.models[name], self.empty_models[name]
-        self.notary.forget(name)
+        self.journal.append(Forgotten(name))
 
     def forget(self, worker: WorkerId) -> None:
         """It is no member any more: nothing is said to it."""
@@ -347,30 +339,6 @@ def is_read_though_poisoned(buffer: Buffer) -> bool:
     return isinstance(buffer, Poisoned) and buffer.version is not None
 
 
-def is_undecided(state: State, member: Member) -> bool:
-    """Whether what it holds is what its version is will be known when a restarted server has heard all workers.
-
-    Or, of half of a publish beside half of another one, when the rest of it has come.
-    """
-    return member.worker in state.models[member.hello.model].roll.undecided
-
-
-def is_undecided_there(state: State, source: Member, version: Version, from_host: bool) -> bool:
-    """It has the version there, and serves it as far as it knows; whether that is what the version is, is undecided.
-
-    Doubt about one version says nothing of the others that the worker has.
-    """
-    if not is_undecided(state, source):
-        return False
-    if from_host:
-        reported = any(c.version == version and c.whole and not c.dropping for c in source.report.copies)
-        return reported and source.has_copy(version)
-    buffer = source.report.buffer
-    if source.holds(version) or not isinstance(buffer, (Holding, Withdrawing)) or buffer.version != version:
-        return False
-    return isinstance(buffer, Holding) or not (buffer.impatient or source.may_drop)
-
-
 def is_retained(state: State, model: Model, member: Member, version: Version) -> bool:
     """The member keeps the version though it has no room."""
     return model.is_retained(version, _retain_of(state, member))
@@ -383,13 +351,6 @@ def gives_way(state: State, model: Model, member: Member, version: Version) -> b
 
 def _retain_of(state: State, member: Member) -> int:
     return state.settings.retain_of(member.hello.retain, is_reliable=member.hello.reliable)
-
-
-def may_have(state: State, member: Member, version: Version) -> bool:
-    """It says that it has all of the version, and whether that is so is not decided yet: it needs nothing of it."""
-    buffer, copies = member.report.buffer, [c for c in member.report.copies if c.whole and not (c.dropping or c.unfit)]
-    had = [one.version for one in (buffer, *copies) if isinstance(one, (*WHOLE, HostCopy))]
-    return is_undecided(state, member) and version in had
 
 
 def members_of(state: State, model: Model, key: LayoutKey) -> Iterator[Member]:
@@ -416,7 +377,7 @@ def is_leaving(source: Member, version: Version, from_host: bool) -> bool:
 def serves(state: State, source: WorkerId, version: Version, from_host: bool) -> bool:
     """As far as is known, the source still has the version. One whose lease has ended may well go on serving."""
     member = state.members.get(source)
-    if member is None or is_undecided_there(state, member, version, from_host):
+    if member is None:
         return True
     if from_host:
         is_about_to = _is_granted(state, source, version, to_host=True)

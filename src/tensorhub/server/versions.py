@@ -1,16 +1,14 @@
-"""Versions of each model: their content, their holders, and the receipts that a later server recognises."""
+"""Versions of each model: their content and their holders."""
 
-import hmac
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import NamedTuple
 
 from ..protocol.errors import HIGHER
 from ..protocol.messages import MAX_FIRST_VERSION, MAX_VERSION_JUMP, Failure, Spec, parse_spec, steps_back
-from ..protocol.names import Digest, ModelName, Number, ReplicaName, Shard, Version, WorkerId, is_partial
+from ..protocol.names import Digest, ModelName, Number, ReplicaName, Version, WorkerId, is_partial
 from .groups import Replica
 from .members import (
     BufferHolders,
@@ -18,121 +16,15 @@ from .members import (
     LayoutKey,
     LayoutSet,
     Place,
-    Roll,
     Tier,
     Watches,
     plain_layout_set,
 )
 
-# --- Receipts: what a reference server has said, in a form that a later life of it recognises.
-#
-# The server remembers nothing over a restart; the workers tell it. Most of what they tell needs no proof. Four things
-# do: which content a version number stands for where two workers differ, its publisher and whether it was
-# established; how high version numbers have come; how high the server's own numbers have come; and which sessions live.
-# For these a worker carries the server's receipt: a keyed hash (BLAKE2b, RFC 7693). The key is random, only the
-# server knows it, and it outlives the process. A worker without a receipt is believed as long as no worker with a
-# receipt contradicts it.
-
-
 NOT_CUT_ANEW = Digest("")
-MAX_REMEMBERED = 4096  # receipts for content: a version of a few thousand shards
-ESTABLISHED = "+"  # a receipt of an established version begins with it
-SIZE = 12  # bytes: 96 bits cannot be guessed in a fleet's life
-
-
-class Notary:
-    """Signs: each method says what its receipt states."""
-
-    def __init__(self, key: bytes = b"") -> None:
-        """`key`: the same for all lives of one cluster's server; any length."""
-        self._key = blake2b(key, digest_size=32, person=b"tensorhub").digest()
-        self._contents: dict[tuple[object, ...], str] = {}  # all replicas have the same ones
-        # All orders carry the same one for a while.
-        self._newest: dict[ModelName, tuple[tuple[Version | None, int], str]] = {}
-
-    def content(
-        self,
-        model: ModelName,
-        version: Version,
-        shard: Shard,
-        root: Digest,
-        publisher: str = "",
-        *,
-        is_established: bool = False,
-    ) -> str:
-        """This is what that shard of the version was published as, by all shards of a replica: of that one, if known.
-
-        `is_established`: and the version was established. The receipt says that in plain (`says_established`) and
-        names the publisher (`publisher_in`).
-        """
-        what = is_established, publisher, model, version, shard, root
-        receipt = self._contents.get(what)
-        if receipt is None:
-            if len(self._contents) >= MAX_REMEMBERED:
-                self._contents.clear()
-            purpose, mark = ("established", ESTABLISHED) if is_established else ("content", "")
-            signed = self._sign(purpose, model, version, shard, root, *([publisher] if publisher else []))
-            receipt = self._contents[what] = f"{mark}{signed}:{publisher}" if publisher else f"{mark}{signed}"
-        return receipt
-
-    def newest(self, model: ModelName, version: Version | None, era: int = 0) -> str:
-        """A version of that number has existed, since the model was begun anew for the `era`-th time, if it was.
-
-        The receipt says the era in plain (`era_in`). Where it is above 0, that there is no version yet is signed too.
-        """
-        if version is None and not era:
-            return ""
-        made_for, receipt = self._newest.get(model, ((None, 0), ""))
-        if made_for != (version, era):
-            signed = self._sign("newest", model, version, *([era] if era else []))
-            receipt = f"{signed}:{era}" if era else signed
-            self._newest[model] = ((version, era), receipt)
-        return receipt
-
-    def forget(self, model: ModelName) -> None:
-        """Nothing is said of the model any more."""
-        self._newest.pop(model, None)
-
-    def ceiling(self, number: Number) -> str:
-        """No number above this one was ever given out."""
-        return self._sign("ceiling", number)
-
-    def roster(self, model: ModelName, number: Number, count: int, digest: str) -> str:
-        """Signs how many sessions of the model live, and their sum."""
-        return self._sign("roster", model, number, count, digest)
-
-    def session(self, worker: WorkerId, session: Number) -> int:
-        """What one session adds to that sum."""
-        return int(self._sign("session", *worker, session), 16)
-
-    def _sign(self, *parts: object) -> str:
-        text = "\0".join(map(str, parts)).encode()
-        return blake2b(text, key=self._key, digest_size=SIZE).hexdigest()
-
-
-def publisher_in(receipt: str) -> str:
-    """The replica that a receipt for content names as its publisher; empty if it names none. To be verified."""
-    return receipt.partition(":")[2]
-
-
-def says_established(receipt: str) -> bool:
-    """The receipt for content says that its version was established. To be verified."""
-    return receipt.startswith(ESTABLISHED)
-
-
-def are_equal(one: str, other: str) -> bool:
-    """Compare them in a time that does not depend on where they differ."""
-    return hmac.compare_digest(one.encode(), other.encode())
 
 
 # --- What the server believes of one version: its content, its holders, and the replicas that are to get it.
-
-
-class Taken(NamedTuple):
-    """What all shards of a replica said that they have published, and what the version was taken for by that."""
-
-    publisher: ReplicaName
-    roots: dict[LayoutKey, Digest]
 
 
 @dataclass
@@ -140,25 +32,18 @@ class VersionRecord:
     """One version: its content by layout key, and the workers that have any of it."""
 
     version: Version
-    exists: bool = False
+    exists: bool = False  # its publish has ended well on all shards
+    epoch: Number = Number(0)  # the number of that publish, or of the latest one that is under way
+    publisher: ReplicaName | None = None  # the replica that has published it, if that is known
+    is_publishing: bool = False  # that goes on
     roots: dict[LayoutKey, Digest] = field(default_factory=dict)
     layouts: dict[LayoutKey, Digest] = field(default_factory=dict)
     holders: dict[LayoutKey, dict[WorkerId, None]] = field(default_factory=dict)  # holding, withdrawing or filling
     whole: dict[LayoutKey, dict[WorkerId, None]] = field(default_factory=dict)  # holders that have all of it
     idle: dict[LayoutKey, list[WorkerId]] = field(default_factory=dict)  # holders without readers, by name
     refused: dict[WorkerId, float] = field(default_factory=dict)  # sources of wrong bytes, and until when that counts
-    publishers: dict[ReplicaName, None] = field(default_factory=dict)  # replicas that have published it, or half of it
-    proved: dict[LayoutKey, None] = field(default_factory=dict)  # shown by a receipt, or seen by this server
-    named: dict[ReplicaName, None] = field(default_factory=dict)  # those of them that are known to have ended that well
-    is_unsettled: bool = False  # one more is named: whose publish never finished is looked at again
-    disputed: dict[LayoutKey, None] = field(default_factory=dict)  # found to have other content than was believed
-    keepers: dict[LayoutKey, WorkerId] = field(default_factory=dict)  # outside its publishers, since it is established
-    is_established: bool = False  # each shard has been whole outside its publishers
-    claims: dict[ReplicaName, None] = field(default_factory=dict)  # replicas whose publish of it has not ended
-    accepted: dict[ReplicaName, dict[LayoutKey, Digest]] = field(
-        default_factory=dict
-    )  # those that this server has let publish it, and what content
-    taken: Taken | None = None  # content accepted without a receipt, while a worker has any of it
+    keepers: dict[LayoutKey, WorkerId] = field(default_factory=dict)  # outside its publisher, since it is established
+    is_established: bool = False  # each shard has been whole outside its publisher
     promised: dict[ReplicaName, None] = field(default_factory=dict)  # replicas whose fill with it has not ended
     last_holder: str = ""
     rates: dict[Tier, dict[WorkerId, float]] = field(default_factory=dict)  # the best ones of its last readers
@@ -166,7 +51,7 @@ class VersionRecord:
 
     @property
     def is_idle(self) -> bool:
-        return not self.claims and not self.promised and not any(self.holders.values())
+        return not self.is_publishing and not self.promised and not any(self.holders.values())
 
     def note_rate(self, tier: Tier, reader: WorkerId, rate: float, max_readers: int) -> None:
         """The reader reads it at that rate."""
@@ -175,15 +60,24 @@ class VersionRecord:
         if len(rates) > max_readers:
             del rates[next(iter(rates))]
 
-    def note_published(self, keys: Iterable[LayoutKey], by: ReplicaName) -> None:
-        """The replica has finished its publish, which proves the content of these keys."""
-        self.proved.update(dict.fromkeys(keys))
-        self.note_named(by)
+    def begin(self, epoch: Number) -> list[WorkerId]:
+        """It has the content of that publish. Returns the workers that had counted by another one."""
+        outdated = {worker: None for whole in self.whole.values() for worker in whole}
+        self.epoch, self.publisher, self.is_established = epoch, None, False
+        self.roots, self.layouts, self.keepers = {}, {}, {}
+        return list(outdated)
 
-    def note_named(self, publisher: ReplicaName) -> None:
-        """The replica has finished its publish."""
-        if publisher not in self.named:
-            self.named[publisher], self.is_unsettled = None, True
+    def accepts(self, key: LayoutKey, root: Digest, epoch: Number) -> bool:
+        """This is its content: the same bytes as known for that key, or of the same publish."""
+        return self.roots[key] == root if key in self.roots else epoch == self.epoch
+
+
+class Writer(NamedTuple):
+    """The one replica that may publish versions of a model."""
+
+    replica: ReplicaName
+    number: Number  # of two replicas that take themselves for the writer, the one with the higher number is it
+    since: float  # in time awake
 
 
 class Known(NamedTuple):
@@ -200,17 +94,21 @@ class Glance(NamedTuple):
     key: tuple[object, ...]
     available: tuple[Version, ...]  # that exist and are not lost, newest first
     newest_established: Version | None
-    outliving: dict[Version, None]  # that one, and those established after it that are lost: kept outside publishers
+    outliving: dict[
+        Version, None
+    ]  # that one, and those established after it that are lost: kept outside their publishers
     anywhere: dict[Version, None]  # the newest `retain`, of all and of those that are not lost, and what is pinned
     retained: dict[Version, None]  # all that are kept
 
 
 # --- What the server believes of one model: which versions exist, their content, and their holders.
 #
-# A version *exists* once all shards of one replica have published it. From then on it is known as long as the table has
-# room, held or not, so that its number cannot be used for other content. It is *lost* while no layout set has a whole
-# holder with a session for each of its keys. `latest` is the newest version that exists and is not lost: only a loss
-# takes it back.
+# A model has one *writer* at a time. A version is named by its number and its *epoch*, the number that the server gave
+# to its publish. Of two publishes of one number the finished one counts; of two finished ones the one with the higher
+# epoch. A version *exists* once all shards of the writer have published it. From then on it is known as long as the
+# table has room, held or not, so that its number cannot be used for other content. It is *lost* while no layout set has
+# a whole holder with a session for each of its keys. `latest` is the newest version that exists and is not lost: only a
+# loss takes it back.
 
 
 @dataclass
@@ -225,9 +123,11 @@ class Model:
     replicas: dict[ReplicaName, Replica] = field(default_factory=dict)
     versions: dict[Version, VersionRecord] = field(default_factory=dict)
     newest: Version | None = None  # the newest that exists or existed
-    era: int = 0  # how often its numbers were forgotten, as far as is known
-    roll: Roll = field(default_factory=Roll)  # its living sessions
-    is_listening: bool = False  # for a lease after a restart: nothing counts as lost
+    newest_epoch: Number = Number(0)
+    began: Number = Number(0)  # versions with a lower epoch are of the time before it was begun anew
+    writer: Writer | None = None
+    is_listening: bool = False  # the server was restarted, and workers may come that it has promised something
+    awaited: dict[WorkerId, Number] = field(default_factory=dict)  # those, if it knows them: their sessions
     keeps_established: bool = True
     retain: int = 0  # the most that the server or a reliable worker wishes
     pins: dict[WorkerId, tuple[Version, ...]] = field(default_factory=dict)
@@ -267,38 +167,28 @@ class Model:
         """The version's record; where there is none, an empty one that is not kept."""
         return self.versions.get(version) or VersionRecord(version)
 
-    def begin_anew(self, era: int) -> None:
-        """Its numbers are forgotten, but for what workers hold."""
-        self.era = era
-        self.versions = {v: record for v, record in self.versions.items() if any(record.holders.values())}
-        self._ascending = sorted(self.versions)
-        self.newest = max((v for v, record in self.versions.items() if record.exists), default=None)
-        self.changed, self.lost, self.noted = dict.fromkeys(self.versions), {}, None
+    def begin_anew(self, number: Number) -> None:
+        """Its numbers are forgotten. What has an epoch below that number does not count any more."""
+        self.began = number
+        self.versions, self._ascending, self.newest, self.newest_epoch = {}, [], None, Number(0)
+        self.changed, self.lost, self.noted = {}, {}, None
         self._changes += 1
         self._known = self._glance = None
 
-    def note_exists(self, version: Version) -> bool:
+    def note_newest(self, version: Version, epoch: Number) -> None:
+        """A version of that number exists, or has existed."""
+        if epoch >= self.began and (self.newest is None or version > self.newest):
+            self.newest, self.newest_epoch = version, epoch
+
+    def note_exists(self, record: VersionRecord) -> bool:
         """The version has come into being, or was heard of. Returns whether that is news."""
-        record = self.record(version)
         is_news = not record.exists
         record.exists = True
         if is_news:
-            self.changed[version] = None
+            self.changed[record.version] = None
             self._changes += 1
-        self.newest = version if self.newest is None else max(self.newest, version)
+        self.note_newest(record.version, record.epoch)
         return is_news
-
-    def bind_content(self, worker: WorkerId, version: Version, key: LayoutKey, root: Digest, layout: Digest) -> bool:
-        """The worker has the version with this content. False: the version's content is another one.
-
-        It counts as a holder at once: what it has beside that may take the room of an unused version.
-        """
-        record = self.record(version)
-        if record.roots.setdefault(key, root) != root:
-            return False
-        record.layouts.setdefault(key, layout)
-        self.add_holder(record, worker, key)
-        return True
 
     def move(self, worker: WorkerId, old: Content, new: Content) -> None:
         """The worker has something else than before: keep the index of holders."""
@@ -531,7 +421,7 @@ class Model:
         instead = ", or publish it" if self.latest is None else f", or replicate version {self.latest}"
         return Failure("version-unavailable", text, f"wait until a newer version is published{instead}")
 
-    def awaited(self, spec: Spec) -> Version | None:
+    def reached(self, spec: Spec) -> Version | None:
         """What a caller that waits for `spec` gets: that version or a newer one; None while there is none."""
         version = parse_spec(spec)
         if version is None:
@@ -557,29 +447,25 @@ class Model:
     def conflict(
         self, replica: Replica, version: Version, roots: dict[LayoutKey, Digest], former: Digest = NOT_CUT_ANEW
     ) -> Failure | None:
-        """Why the replica may not publish this content under this number, or None.
+        """Why the writer may not publish this content under this number, or None.
 
         `former`: what it published as that before, without boxes; it says that it is the same.
         """
         name, record = f"version {version} of {self.name}", self.versions.get(version)
-        is_same = record is not None and is_same_content(record.roots, roots)
-        if record is not None and former and replica.name in record.publishers:
-            is_same = is_same or is_cut_anew(record.roots, roots, former)
         if self.newest is not None and version < self.newest:
             text = f"{name} is lower than the newest, {self.newest}"
             return Failure("version-conflict", text, f"versions only rise: {HIGHER}")
         if (failure := self.too_far(version)) is not None:
             return failure
-        if record is not None and record.exists and not is_same:
+        if record is not None and record.exists and not is_again(record, replica, roots, former):
             return Failure("version-conflict", f"{name} exists with other content", HIGHER)
-        if record is not None and not record.exists and not is_same:
-            others = [str(name) for name in record.claims if name != replica.name]
-            others += [str(w) for held in record.holders.values() for w in held if w.replica != replica.name]
-            if others:
-                text = f"{name} is, or was in part, published with other content by {others[0]}"
-                hint = "one replica publishes a number, or all of them the same content"
-                return Failure("version-conflict", text, hint)
         return None
+
+
+def is_again(record: VersionRecord, replica: Replica, roots: dict[LayoutKey, Digest], former: Digest) -> bool:
+    """The version is published once more with the same content."""
+    is_anew = bool(former) and replica.name == record.publisher and is_cut_anew(record.roots, roots, former)
+    return is_anew or is_same_content(record.roots, roots)
 
 
 def is_same_content(known: dict[LayoutKey, Digest], roots: dict[LayoutKey, Digest]) -> bool:

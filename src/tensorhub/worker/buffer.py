@@ -7,9 +7,11 @@ not in the table is an `InvariantViolation`. `docs/protocol.md` has the table as
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
+from msgspec.structs import replace
+
 from ..protocol.errors import InvariantViolation
 from ..protocol.messages import Buffer, Empty, Filling, Holding, Poisoned, Vacated, Withdrawing
-from ..protocol.names import Digest, Version, WorkerId
+from ..protocol.names import Digest, Number, Version, WorkerId
 from .events import StartServing, StopServing
 
 Kind = TypeVar("Kind", Filling, Holding, Withdrawing, Vacated)
@@ -28,6 +30,8 @@ TRANSITIONS = (
     Transition("register", Empty, Empty, "the caller registers tensors; no worker reads or writes the ones before"),
     Transition("register", Poisoned, Empty, "the caller registers tensors; the spoiled ones are the caller's again"),
     Transition("publish", Empty, Holding, "the server accepted the version: the caller promises not to change it"),
+    Transition("publish_again", Holding, Holding, "the server accepted what is held as a publish of its own"),
+    Transition("note_published", Holding, Holding, "the publish has ended well on all shards"),
     Transition("begin_fill", Empty, Filling, "a call was resolved to a version, and no worker reads or writes here"),
     Transition("begin_fill", Poisoned, Filling, "the same; what is here is no version"),
     Transition("begin_fill", Vacated, Filling, "the new version is whole in a host copy, and is copied in now"),
@@ -51,6 +55,10 @@ TRANSITIONS = (
 )
 
 _ALLOWED = frozenset((each.trigger, each.before, each.after) for each in TRANSITIONS)
+
+
+def _content(buffer: Holding | Withdrawing | Vacated) -> tuple[Version, Digest, bool, Number, bool]:
+    return buffer.version, buffer.root, buffer.published, buffer.epoch, buffer.is_pending
 
 
 @dataclass
@@ -83,10 +91,20 @@ class RegisteredMemory:
         """The caller has registered (other) tensors."""
         self._become("register", Empty())
 
-    def publish(self, version: Version, root: Digest) -> StartServing:
-        """The caller's tensors are this version."""
-        self._become("publish", Holding(version, root, published=True))
+    def publish(self, version: Version, root: Digest, epoch: Number) -> StartServing:
+        """The caller's tensors are this version, if the publish ends well."""
+        self._become("publish", Holding(version, root, published=True, epoch=epoch, is_pending=True))
         return self._serve(version, root)
+
+    def publish_again(self, epoch: Number) -> None:
+        """What is held is published once more: a publish before has failed, or it is held without a change."""
+        old = self._it("publish_again", Holding)
+        self._become("publish_again", replace(old, published=True, epoch=epoch, is_pending=True))
+
+    def note_published(self) -> None:
+        """The publish has ended well: what is held is a version."""
+        if isinstance(self.buffer, Holding) and self.buffer.is_pending:
+            self._become("note_published", replace(self.buffer, is_pending=False))
 
     def begin_fill(self, version: Version) -> None:
         """This version comes next, from peers or from a host copy."""
@@ -106,10 +124,10 @@ class RegisteredMemory:
         old = self._it("advance", Filling)
         self._become("advance", Filling(old.version, max(old.done, done), chunks))
 
-    def complete(self, root: Digest) -> StartServing | None:
+    def complete(self, root: Digest, epoch: Number) -> StartServing | None:
         """All of the version is here. What a read brought was served all along, and a host copy is from now on."""
         version = self._it("complete", Filling).version
-        self._become("complete", Holding(version, root))
+        self._become("complete", Holding(version, root, epoch=epoch))
         return self._serve(version, root) if self.serving is None else None
 
     def cut_short(self, *, next_report: int) -> None:
@@ -118,19 +136,16 @@ class RegisteredMemory:
 
     def withdraw(self, *, next_report: int) -> None:
         """Ask to take the promise back."""
-        old = self._it("withdraw", Holding)
-        self._become("withdraw", Withdrawing(old.version, old.root, old.published))
+        self._become("withdraw", Withdrawing(*_content(self._it("withdraw", Holding))))
         self.withdrawn_in = next_report
 
     def hurry(self) -> None:
         """Wait no longer for readers."""
-        old = self._it("hurry", Withdrawing)
-        self._become("hurry", Withdrawing(old.version, old.root, old.published, impatient=True))
+        self._become("hurry", replace(self._it("hurry", Withdrawing), impatient=True))
 
     def keep(self) -> None:
         """Promise it again, as if nothing had been asked."""
-        old = self._it("keep", Withdrawing)
-        self._become("keep", Holding(old.version, old.root, old.published))
+        self._become("keep", Holding(*_content(self._it("keep", Withdrawing))))
         self.withdrawn_in = 0
 
     def stop_serving(self) -> StopServing | None:
@@ -149,15 +164,15 @@ class RegisteredMemory:
             case Poisoned():
                 self._become("serving_stopped", Empty() if self.is_disowned else Poisoned())
                 self.is_disowned = False
-            case Withdrawing(root=root, published=published) if not is_leaving:
-                self._become("serving_stopped", Vacated(version, root, published))
+            case Withdrawing() as old if not is_leaving:
+                self._become("serving_stopped", Vacated(*_content(old)))
             case _:
                 self._become("serving_stopped", Empty())
 
     def take_back(self) -> StartServing:
         """Hold what was vacated again."""
         old = self._it("take_back", Vacated)
-        self._become("take_back", Holding(old.version, old.root, old.published))
+        self._become("take_back", Holding(*_content(old)))
         return self._serve(old.version, old.root)
 
     def let_go(self) -> None:

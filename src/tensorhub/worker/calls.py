@@ -17,7 +17,7 @@ from ..protocol.messages import (
     named,
     parse_spec,
 )
-from ..protocol.names import Digest, Version
+from ..protocol.names import Number, Version
 from . import events, reads
 from .events import Called
 from .state import FILLS, Call, Departure, WorkerState
@@ -201,9 +201,17 @@ def _advance_buffer(worker: WorkerState, call: Call) -> None:
         reads.begin(worker, call)
     elif call.verb == "unpublish" and isinstance(worker.buffer, Holding) and call.may_withdraw:
         reads.withdraw(worker)
-    elif call.verb == "publish" and call.resolved is not None and _is_free(worker):
-        worker.want(worker.memory.publish(call.resolved, call.root))
-        worker.note(f"published version {call.resolved}")
+    elif call.verb == "publish" and call.resolved is not None:
+        _publish(worker, call, call.resolved)
+
+
+def _publish(worker: WorkerState, call: Call, version: Version) -> None:
+    held = worker.buffer
+    if _is_free(worker):
+        worker.want(worker.memory.publish(version, call.root, call.epoch))
+        worker.note(f"published version {version}")
+    elif isinstance(held, Holding) and held.version == version and held.epoch != call.epoch:
+        worker.memory.publish_again(call.epoch)
 
 
 def _is_free(worker: WorkerState) -> bool:
@@ -249,7 +257,7 @@ def _end_well(worker: WorkerState, call: Call) -> None:
     _end(worker, call)
     reads.hold_on(worker)  # it had withdrawn ahead, and holds what it was to bring
     worker.finished = call.number or worker.finished
-    worker.claim = call.claim  # whatever was claimed before is published by now, or never will be
+    worker.memory.note_published()
     if isinstance(worker.buffer, Vacated):
         worker.memory.let_go()
     kept = call.answer.waiting if call.answer is not None else None
@@ -282,13 +290,10 @@ def _give_up_fill(worker: WorkerState) -> None:
         worker.slot.give_up("the call failed")
 
 
-def take_conflict(worker: WorkerState, root: Digest) -> None:
-    """Content with this root does not count as its version: another publish of that number is finished. Let it go.
-
-    It may be the same bytes: an unfinished publish counts for nothing, and cannot always be compared.
-    """
+def take_superseded(worker: WorkerState, epoch: Number) -> None:
+    """What is held with that epoch is not its version: another publish of that number is finished. Let it go."""
     buffer = worker.buffer
-    if not root or not isinstance(buffer, Holding | Withdrawing | Vacated) or buffer.root != root:
+    if not epoch or not isinstance(buffer, Holding | Withdrawing | Vacated) or buffer.epoch != epoch:
         return
     text = f"what {worker.me} holds does not count as version {buffer.version}: another publish of that number does"
     hint = "publish it under a higher number" if buffer.published else "replicate the version again"

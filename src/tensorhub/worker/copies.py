@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from ..protocol.errors import CorruptTransfer, InvariantViolation
 from ..protocol.messages import MAX_COPIES, Failure, Holding, HostCopy, Orders, Reading, Spec, Withdrawing
-from ..protocol.names import Digest, Version
+from ..protocol.names import Digest, Number, Version
 from .events import CopyIn, CopyOut, DropCopy, Effect, Registered
 
 Copying = tuple[Literal["in", "out"], Version]
@@ -149,10 +149,10 @@ class HostCopies:
             return False  # what was begun of other tensors is dropping
         return self.may_begin(version)
 
-    def begun(self, version: Version, root: Digest) -> None:
+    def begun(self, version: Version, root: Digest, epoch: Number) -> None:
         """A read into the copy has begun."""
         if version not in self.by_version:
-            self._make(version, root)
+            self._make(version, root, epoch)
 
     def begun_to_share(self) -> None:
         """A read is begun that maps another worker's copy: it will be of the present tensors, whatever comes."""
@@ -162,10 +162,10 @@ class HostCopies:
         """A read may be into the copy of that version, or into one that there is room for."""
         return version in self.by_version or self.room > 0
 
-    def shared(self, version: Version, root: Digest) -> None:
+    def shared(self, version: Version, root: Digest, epoch: Number) -> None:
         """The copy of another worker of this host is mapped here: all of it at once, and it counts there."""
         layout, size_bytes = self._to_share
-        self._make(version, root)
+        self._make(version, root, epoch)
         self.by_version[version] = replace(self.by_version[version], whole=True, shared=True, layout=layout)
         self.mapped[version], self.sizes[version] = size_bytes, 0
 
@@ -177,9 +177,10 @@ class HostCopies:
         self.by_version[version] = replace(found, shared=False)
         self.sizes[version] = self.mapped[version]
 
-    def _make(self, version: Version, root: Digest, *, published: bool = False) -> None:
+    def _make(self, version: Version, root: Digest, epoch: Number, *, published: bool = False) -> None:
         self._made += 1
-        self.by_version[version] = HostCopy(self._made, version, root, published=published, layout=self.layout)
+        found = HostCopy(self._made, version, root, published=published, layout=self.layout, epoch=epoch)
+        self.by_version[version] = found
         self.sizes[version] = self.size_bytes
 
     def advanced(self, version: Version, done: int, chunks: int) -> None:
@@ -202,7 +203,7 @@ class HostCopies:
         if is_busy or self.offload != buffer.version or self.error is not None:
             return None
         self.copying, self.error = ("out", buffer.version), None
-        self._make(buffer.version, buffer.root, published=buffer.published)
+        self._make(buffer.version, buffer.root, buffer.epoch, published=buffer.published)
         return CopyOut(buffer.version, is_ahead=isinstance(buffer, Holding))
 
     def copied_out(self, version: Version, failure: Failure | None) -> None:
@@ -221,12 +222,12 @@ class HostCopies:
         self.copying = ("in", version)
         return CopyIn(version)
 
-    def copied_in(self, version: Version, failure: Failure | None, *, next_report: int) -> Digest | None:
-        """Returns the root of what is in the buffer now. None: the copy was no good and goes, or copying has failed."""
+    def copied_in(self, version: Version, failure: Failure | None, *, next_report: int) -> HostCopy | None:
+        """Returns the copy that is in the buffer now. None: the copy was no good and goes, or copying has failed."""
         self._copied("in", version)
         found = self.by_version[version]
         if failure is None:
-            return found.root
+            return found
         if failure.code == CorruptTransfer.code:
             self.by_version[version] = replace(found, done=0, whole=False)
             self.leave(version, next_report=next_report)

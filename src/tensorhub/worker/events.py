@@ -53,11 +53,6 @@ class Called:
 
 
 @dataclass(frozen=True, slots=True)
-class ClaimDropped:
-    """The caller will not publish the version that its last unpublish has claimed."""
-
-
-@dataclass(frozen=True, slots=True)
 class Cancelled:
     """The caller does not wait for its call any more."""
 
@@ -195,7 +190,6 @@ Event = (
     | Received
     | Registered
     | Called
-    | ClaimDropped
     | Cancelled
     | Closing
     | ReadOpened

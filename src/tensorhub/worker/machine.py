@@ -37,7 +37,7 @@ from .state import Call, WorkerState, contradiction
 
 def report_of(worker: WorkerState) -> Report:
     """How things are here. It gets its number when it is sent."""
-    layout, departure, proofs = worker.layout, worker.departure, worker.proofs
+    layout, departure = worker.layout, worker.departure
     return Report(
         number=0,
         session=worker.session,
@@ -52,11 +52,9 @@ def report_of(worker: WorkerState) -> Report:
         missed=worker.missed,
         reading=worker.reading,
         closed=worker.slot.closed,
-        newest=proofs.newest,
-        newest_receipt=proofs.newest_receipt,
-        receipts=proofs.receipts_of(worker.versions_here),
-        ceiling=proofs.ceiling,
-        ceiling_receipt=proofs.ceiling_receipt,
+        newest=worker.newest,
+        newest_epoch=worker.newest_epoch,
+        writes=worker.writes if departure is None else Number(0),
         failures=tuple(worker.slot.failures),
         received_bytes=dict(worker.received_bytes),
         cross_site_bytes=dict(worker.cross_site_bytes),
@@ -67,11 +65,7 @@ def report_of(worker: WorkerState) -> Report:
         prefetch=worker.copies.prefetch,
         closing=departure is not None,
         left=departure is not None and departure.leaving_in > 0,
-        claim=worker.claim if departure is None else None,
-        claimed_in=worker.claimed_in,
         stops=worker.memory.is_stopping,
-        # When its own lease is over, the server may have given it up, and gone on with others.
-        roster=proofs.roster if worker.now < worker.slot.trust_until else None,
     )
 
 
@@ -90,14 +84,14 @@ def take(worker: WorkerState, orders: Orders) -> None:
         worker.slot.extend_trust(sent_at + orders.trust_s)
     worker.slot.take_grant(orders.grant)
     worker.copies.take_orders(orders, next_report=worker.next_report)
-    worker.proofs.take_orders(orders, worker.versions_at_hand)
-    worker.is_urgent |= orders.witness
+    worker.newest, worker.newest_epoch = orders.newest, orders.newest_epoch
+    worker.is_urgent |= orders.report_at_once
     worker.is_to_box = orders.box
-    calls.take_conflict(worker, orders.conflict)
+    calls.take_superseded(worker, orders.superseded)
     call = worker.call
     if call is not None and call.take(orders.answer):
         worker.note(f"{call} is version {call.resolved}")
-        worker.claimed_in = orders.number if call.claim is not None else worker.claimed_in
+        worker.writes = max(worker.writes, call.epoch)
     is_drained = orders.drained is not None and orders.drained == worker.memory.serving
     worker.memory.drained_by = orders.acknowledged if is_drained else 0
     departure = worker.departure
@@ -284,8 +278,6 @@ class Worker:
                 self._register(event)
             case events.Called():
                 calls.take(worker, event)
-            case events.ClaimDropped():
-                worker.claim = None
             case events.Cancelled():
                 if worker.call is not None:
                     calls.end_badly(worker)

@@ -41,6 +41,7 @@ class ReadSlot:
     closed: Ticket = Ticket(0)
     trust_until: float = -inf
     root: Digest = Digest("")  # of the content that is being read
+    epoch: Number = Number(0)  # the same
     failures: list[TicketFailure] = field(default_factory=list)  # of the current call, newest last
     last_failure: str = ""  # of the current call, for its caller
     effects: list[Effect] = field(default_factory=list)
@@ -101,7 +102,7 @@ class ReadSlot:
         self.reading = Reading(
             *(grant.ticket, sources, grant.version, grant.to_host), shares=grant.shares, is_across=grant.is_across
         )
-        self.is_stopping, self.is_barred, self.root = False, False, grant.root
+        self.is_stopping, self.is_barred, self.root, self.epoch = False, False, grant.root, grant.epoch
         self.is_opening, self.is_opened = is_only_opened, False
         self.effects += [Trust(self.trust_until), OpenRead(grant) if is_only_opened else StartRead(grant)]
 

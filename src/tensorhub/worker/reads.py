@@ -55,13 +55,13 @@ def copied_out(worker: WorkerState, version: Version, failure: Failure | None) -
 
 def copied_in(worker: WorkerState, version: Version, failure: Failure | None) -> None:
     """The buffer is as the host copy; or the copy was no good, or copying failed."""
-    root = worker.copies.copied_in(version, failure, next_report=worker.next_report)
+    copy = worker.copies.copied_in(version, failure, next_report=worker.next_report)
     if failure is not None:
         worker.note(f"filling from the host copy of version {version} failed: {failure.message}")
         if failure.code == UsageError.code and worker.call is not None and worker.call.fills:
             worker.call.hopeless = failure  # its tensors are not there: no source can help
-    if root is not None and isinstance(worker.buffer, Filling) and worker.buffer.version == version:
-        worker.want(worker.memory.complete(root))
+    if copy is not None and isinstance(worker.buffer, Filling) and worker.buffer.version == version:
+        worker.want(worker.memory.complete(copy.root, copy.epoch))
         worker.note(f"holds version {version}, from its host copy")
 
 
@@ -212,7 +212,7 @@ def not_shared(worker: WorkerState, event: events.NotShared) -> None:
     """A host copy of its own is made; without room for one the read is not wanted any more, and is stopped."""
     reading = worker.slot.not_shared(event.ticket)
     if reading is not None and worker.copies.may_begin(reading.version):
-        worker.copies.begun(reading.version, worker.slot.root)
+        worker.copies.begun(reading.version, worker.slot.root, worker.slot.epoch)
         worker.note(f"cannot map the host copy of version {reading.version} of {named(reading.sources)}, and reads it")
 
 
@@ -223,13 +223,13 @@ def ended(worker: WorkerState, event: events.ReadEnded) -> None:
     reading, by_itself = worker.slot.ended(event.ticket)
     worker.is_urgent = True  # another worker may wait for that
     if event.complete and reading.shares:
-        worker.copies.shared(reading.version, worker.slot.root)
+        worker.copies.shared(reading.version, worker.slot.root, worker.slot.epoch)
         worker.note(f"shares the host copy of version {reading.version} of {named(reading.sources)}")
     elif event.complete and reading.to_host:
         worker.copies.filled(reading.version)
         worker.note(f"has a host copy of version {reading.version}, last chunk from {named(reading.sources)}")
     elif event.complete and isinstance(worker.buffer, Filling) and worker.buffer.version == reading.version:
-        worker.want(worker.memory.complete(worker.slot.root))
+        worker.want(worker.memory.complete(worker.slot.root, worker.slot.epoch))
         worker.note(f"holds version {reading.version}, last chunk from {named(reading.sources)}")
     elif event.failure is not None and by_itself and reading.to_host and event.failure.code == HostMemoryFull.code:
         if reading.version in worker.copies.by_version:
@@ -290,7 +290,7 @@ def _go_on(worker: WorkerState) -> None:
     assert reading is not None
     if reading.to_host:
         slot.go_on()
-        worker.copies.begun(reading.version, slot.root)
+        worker.copies.begun(reading.version, slot.root, slot.epoch)
     elif isinstance(worker.buffer, Vacated):
         slot.go_on()
     elif reading.is_across and isinstance(worker.buffer, Filling) and not worker.memory.is_stopping:
@@ -314,7 +314,7 @@ def _begin(worker: WorkerState) -> None:
         if grant.shares:
             worker.copies.begun_to_share()
         elif grant.to_host:
-            worker.copies.begun(grant.version, grant.root)
+            worker.copies.begun(grant.version, grant.root, grant.epoch)
         elif is_filling:
             worker.memory.serve_fill()
     verb = "reads" if not slot.is_opening else "opens"

@@ -14,17 +14,15 @@ from ..protocol.messages import (
     Failure,
     Filling,
     Holding,
-    Orders,
     Reading,
     Refusal,
     Report,
-    Roster,
     Spec,
     Vacated,
     Withdrawing,
     call_text,
 )
-from ..protocol.names import Digest, Number, Ticket, Version, WorkerId, era_in
+from ..protocol.names import Digest, Number, Ticket, Version, WorkerId
 from .buffer import RegisteredMemory
 from .copies import HostCopies
 from .events import Effect, Registered
@@ -48,8 +46,7 @@ def news_of(report: Report) -> Report:
         reading = replace(reading, rate_bytes_per_s=0, arrived_bytes=0, is_opened=False)
     copies = tuple(replace(each, done=0, chunks=0) for each in report.copies)
     counters = {"number": 0, "seen": Number(0), "closed": Ticket(0), "received_bytes": {}, "cross_site_bytes": {}}
-    carried = replace(report, newest=None, newest_receipt="", receipts={}, ceiling=Number(0), ceiling_receipt="")
-    carried = replace(carried, claimed_in=Number(0), stops=False, roster=None)
+    carried = replace(report, newest=None, newest_epoch=Number(0), writes=Number(0), stops=False)
     return replace(carried, buffer=buffer, reading=reading, copies=copies, **counters)
 
 
@@ -130,36 +127,6 @@ class ReportBook:
         return sent_at
 
 
-# --- receipts of the server -------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Proofs:
-    """What the server has signed, for the next report: a restarted server believes nothing else."""
-
-    newest: Version | None = None  # version of the model
-    newest_receipt: str = ""
-    ceiling: Number = Number(0)  # no server has ever given out a number above it
-    ceiling_receipt: str = ""
-    roster: Roster | None = None  # who lives
-    receipts: dict[int, str] = field(default_factory=dict)  # by version of what is here: it is what was published
-
-    def take_orders(self, orders: Orders, here: list[Version | None]) -> None:
-        """The latest orders. `here`: the versions of which this worker has something, or is about to."""
-        # Of a model that was begun anew there may be none. A restarted server may not have heard of that yet.
-        is_news = orders.newest is not None or bool(orders.newest_receipt)
-        if is_news and era_in(orders.newest_receipt) >= era_in(self.newest_receipt):
-            self.newest, self.newest_receipt = orders.newest, orders.newest_receipt
-        if orders.ceiling > self.ceiling:
-            self.ceiling, self.ceiling_receipt = orders.ceiling, orders.ceiling_receipt
-        self.roster = orders.roster
-        self.receipts = {**self.receipts_of(here), **orders.receipts}
-
-    def receipts_of(self, here: list[Version | None]) -> dict[int, str]:
-        """Those of what is here."""
-        return {version: receipt for version, receipt in self.receipts.items() if version in here}
-
-
 # --- calls ------------------------------------------------------------------------------------------------------------
 
 
@@ -186,6 +153,7 @@ class Call:
     metadata: Digest = Digest("")  # of a publish
     grid: Digest = Digest("")  # the same
     former: Digest = Digest("")  # the same
+    epoch: Number = Number(0)  # of what it was resolved to, if it is a publish; of a claim: of the writer's lease
     floor: Version | None = None  # of an update: what was held when the caller called
 
     def __str__(self) -> str:
@@ -231,7 +199,8 @@ class Call:
             return False
         self.answer = answer
         is_news = self.resolved is None and answer.version is not None
-        self.resolved = answer.version if is_news else self.resolved
+        if is_news:
+            self.resolved, self.epoch = answer.version, answer.epoch
         return is_news
 
     def again(self) -> "Call":
@@ -248,6 +217,7 @@ class Call:
             self.grid,
             self.floor,
             self.former,
+            self.epoch,
         )
 
 
@@ -290,14 +260,12 @@ class WorkerState:
     slot: ReadSlot = field(init=False)
     copies: HostCopies = field(default_factory=HostCopies)
     book: ReportBook = field(default_factory=ReportBook)
-    proofs: Proofs = field(default_factory=Proofs)
 
     # what its caller wants
     layout: Registered | None = None
     call: Call | None = None
     departure: Departure | None = None
-    claim: Version | None = None  # what the last unpublish has claimed, until it is published
-    claimed_in: Number = Number(0)  # the number of the orders that granted it
+    writes: Number = Number(0)  # the highest epoch or lease that it was given as the writer of its model
     ended: int = 0  # position of the last call that ended here
     finished: int = 0  # and of the last one that ended well
     missed: Failure | None = None  # why the last one was never made
@@ -310,6 +278,8 @@ class WorkerState:
     refusal: Refusal | None = None
     session: Number = Number(0)
     seen: Number = Number(0)  # the highest number of orders
+    newest: Version | None = None  # of the model, as the latest orders say
+    newest_epoch: Number = Number(0)
     position: int | None = None  # of the replica's last call that ended anywhere
     patience_s: float = inf  # a shard may be dead for that long before the server says so
     is_to_box: bool = False  # other workers of the model have boxes
@@ -355,17 +325,6 @@ class WorkerState:
     def has_within_reach(self, version: Version) -> bool:
         """A source of the version has answered, or it is whole in a host copy: the old one may be given up for it."""
         return (self.call is not None and self.call.opened == version) or self.copies.whole(version) is not None
-
-    @property
-    def versions_here(self) -> list[Version | None]:
-        """The versions of which something is here."""
-        return [self.memory.held, *self.copies.by_version]
-
-    @property
-    def versions_at_hand(self) -> list[Version | None]:
-        """Those versions, and the one that is being read: it may be complete before the server is heard again."""
-        coming = [self.reading.version] if self.reading is not None else []
-        return [*self.versions_here, *coming, *([self.buffer.version] if isinstance(self.buffer, Filling) else [])]
 
 
 def contradiction(worker: WorkerState) -> str | None:

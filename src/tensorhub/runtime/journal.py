@@ -1,0 +1,133 @@
+"""The file of the server's journal: written before anything is sent, so that a restarted server knows its workers.
+
+The journal goes to the machine's page cache at once, and to its disk soon after. A file that cannot be written is
+removed: the server goes on without it, and the next one listens for a lease.
+"""
+
+import asyncio
+import fcntl
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..protocol.errors import UsageError
+from ..server.journal import History, Record, encoded, history_of
+
+_log = logging.getLogger(__name__)
+
+BOOT_FILE = Path("/proc/sys/kernel/random/boot_id")
+MIN_BYTES = 1 << 20  # below that the file is never begun anew
+SYNC_S = 0.5  # so often at most it is synced
+
+
+def boot_id() -> str:
+    """Names this boot of the machine; empty where that cannot be known."""
+    try:
+        return BOOT_FILE.read_text().strip()
+    except OSError:
+        return ""
+
+
+class JournalFile:
+    """One server's journal. Another server cannot open it meanwhile."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises `UsageError` if another server uses the file, or if it cannot be had."""
+        self.path = path
+        self.boot = boot_id()
+        self._is_written = asyncio.Event()
+        self._file = self._lock = -1
+        self._begun_bytes = self._bytes = 0
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self.close()
+            hint = "one server for each journal: give this one another --state"
+            raise UsageError(f"another server uses the journal {path}", hint=hint) from error
+        except OSError as error:
+            self.close()
+            raise UsageError(f"cannot use the journal {path}: {error.strerror or error}") from error
+
+    def history(self, *, max_versions: int) -> History | None:
+        """What former lives have written; None if that says nothing."""
+        try:
+            data = self.path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            _log.warning("the journal %s cannot be read: %s", self.path, error)
+            return None
+        return history_of(data, boot=self.boot, max_versions=max_versions)
+
+    @property
+    def is_long(self) -> bool:
+        """It is to be begun anew."""
+        return self._bytes > max(MIN_BYTES, 2 * self._begun_bytes)
+
+    def write(self, records: Sequence[Record], *, is_whole: bool) -> None:
+        """Append the records; `is_whole`: in place of all that is there."""
+        data = encoded(records)
+        try:
+            if is_whole:
+                self._begin(data)
+            elif self._file >= 0:
+                _write(self._file, data)
+                self._bytes += len(data)
+        except OSError as error:
+            self._give_up(error)
+        self._is_written.set()
+
+    def _begin(self, data: bytes) -> None:
+        new = Path(f"{self.path}.new")
+        file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            _write(file, data)
+            os.fsync(file)
+            os.rename(new, self.path)
+        except OSError:
+            os.close(file)
+            raise
+        if self._file >= 0:
+            os.close(self._file)
+        self._file, self._begun_bytes, self._bytes = file, len(data), len(data)
+
+    def _give_up(self, error: OSError) -> None:
+        _log.warning(
+            "the journal %s cannot be written (%s): a restart of this server will wait for a lease", self.path, error
+        )
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+        for path in (self.path, Path(f"{self.path}.new")):
+            path.unlink(missing_ok=True)
+
+    async def sync(self) -> None:
+        """Bring to the disk what was written, again and again. Nothing waits for that."""
+        while True:
+            await self._is_written.wait()
+            self._is_written.clear()
+            if self._file >= 0:
+                file = os.dup(self._file)  # it may be begun anew meanwhile
+                try:
+                    await asyncio.to_thread(os.fdatasync, file)
+                except OSError as error:
+                    self._give_up(error)
+                finally:
+                    os.close(file)
+            await asyncio.sleep(SYNC_S)
+
+    def close(self) -> None:
+        """The file stays for the next life."""
+        for file in (self._file, self._lock):
+            if file >= 0:
+                os.close(file)
+        self._file = self._lock = -1
+
+
+def _write(file: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view) :]
