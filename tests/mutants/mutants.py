@@ -497,18 +497,13 @@ MUTANTS = (
         "        pass\n",
     ),
     Mutant(
-        "readers of a slow source crowd at another slow source",
-        "        return sum(one.left is None or not is_still(state, one) for one in slow) < 2\n",
-        "        return True\n",
-    ),
-    Mutant(
         "what readers get behind a slow relay counts as usual",
         "    if not _waits(state, read) and (feed is None or _by_itself(state, record, feed) is None):\n",
         "    if not _waits(state, read):\n",
     ),
     Mutant(
         "a slow reader goes behind another slow one",
-        "        if is_tried or above.is_stuck or _by_itself(state, record, above) is not None:\n            return False\n",
+        "        if above.is_stuck or _by_itself(state, record, above) is not None:\n            return False\n",
         "",
     ),
     Mutant(

@@ -201,6 +201,14 @@ class TestARelayIsSlowedInMidTransfer(Slowed):
         assert took_s <= 1.4 * usual_s
         assert fleet.moved <= 4
 
+    def test_what_others_get_behind_it_is_not_taken_for_usual(self) -> None:
+        usual_s = self.fleet().wait()
+        fleet = self.fleet()
+        took_s = fleet.wait(3.0)
+        fleet.sending["0-3"] = fleet.receiving["0-3"] = 0.1
+        took_s += fleet.wait(without="0-3")
+        assert took_s <= 1.5 * usual_s
+
     def test_when_all_are_slowed_nobody_is_moved_about(self) -> None:
         fleet = self.fleet()
         fleet.wait(10.0)

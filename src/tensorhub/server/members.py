@@ -309,13 +309,6 @@ class Watches:
 Key = TypeVar("Key")
 
 
-class Left(NamedTuple):
-    """A source that its reader has left, and whether nothing came from it."""
-
-    source: WorkerId
-    is_still: bool
-
-
 @dataclass
 class OpenRead:
     """One grant, and whether it is still valid."""
@@ -327,7 +320,7 @@ class OpenRead:
     began_at: float = inf  # when it could bring something
     pace: Pace = field(default_factory=Pace)
     moves: int = 0  # how often its reader has left a source for another one, in a row
-    left: Left | None = None  # the slow source that its reader has left for this one
+    left: WorkerId | None = None  # the slow source that its reader has left for this one
     is_stuck: bool = False  # true if it is slow and no other source would help
     shares: bool = False  # it maps the host copy of its source: there is nothing to read behind it
 

@@ -20,9 +20,8 @@ A slow read **moves** to the best candidate that is sound:
 - A source that was left lately is *avoided* by all readers of the model, for twice as long each time. It is forgiven
   when a read from it is not slow. Only a read that brings nothing takes an avoided source, where there is no other.
 - A source that is filling is sound if no read above it is slow, up to a source that has everything.
-- A source that has everything is sound if at most one of its reads is slow: that may be the fault of its reader.
-- A reader that is slow at two sources in a row is at fault itself. The source that it left is forgiven, and the other
-  one is not judged by that reader if nothing comes.
+- A source that has everything is sound. Of several, one without readers is taken.
+- A reader that is slow at two sources in a row is at fault itself, and the source that it left is forgiven.
 - Of the sources that serve already, the source's own source comes first. The two then change places.
 - A reader leaves its own site only if nothing comes, and if it is the one that may read across sites.
 - A reader waits twice as long after each of its moves.
@@ -40,7 +39,7 @@ from typing import NamedTuple
 
 from ..protocol.messages import Holding, Withdrawing
 from . import state as facts
-from .members import Avoided, Left, Member, OpenRead, Tier, upper_quartile
+from .members import Avoided, Member, OpenRead, Tier, upper_quartile
 from .selection import Candidate, choose_source
 from .sources import may_cross, possible
 from .state import State
@@ -262,7 +261,7 @@ def move(state: State, model: Model, record: VersionRecord, reader: Member, read
     if slow is None:
         read.is_stuck = False
         return False
-    left = state.members.get(read.left.source) if read.left is not None else None
+    left = state.members.get(read.left) if read.left is not None else None
     if left is not None and slow.is_own and not (slow.is_still or read.is_stuck):
         left.avoided = Avoided()  # its reader is at fault
     choice = _better(state, model, record, reader, read, slow)
@@ -277,7 +276,7 @@ def move(state: State, model: Model, record: VersionRecord, reader: Member, read
         *(reader, record, [best.place], reason + slow.why),
         to_host=read.grant.to_host,
         moves=read.moves + 1,
-        left=Left(read.source, slow.is_still) if slow.is_own else None,
+        left=read.source if slow.is_own else None,
     )
     state.counters["moved"] += 1
     return True
@@ -304,12 +303,11 @@ def _better(
     if not may_move(state, read):
         return None
     is_cross_site, is_lost, feed = tier_of(state, read)[0], brings_nothing(state, read), feed_of(state, read)
-    left = read.left.source if read.left is not None else None
     found = [
         candidate
         for candidate in possible(state, model, record, reader)
         if _is_sound(state, record, read, candidate, without_source=slow.is_still)
-        and (slow.is_still or not (candidate.is_slow or candidate.worker == left))
+        and (slow.is_still or not (candidate.is_slow or candidate.worker == read.left))
         and not (slow.goes == "behind" and candidate.is_full)
         and not (slow.goes == "near" and not candidate.is_same_site)
         and (not candidate.is_withdrawing or (is_lost and candidate.is_full))
@@ -334,9 +332,7 @@ def _is_sound(
     if candidate.worker == read.source or candidate.is_doubtful or candidate.avoided_until > state.now:
         return False
     if candidate.is_full:
-        served = [one for one in state.reads.from_source(candidate.worker) if not one.is_void]
-        slow = [one for one in served if _by_itself(state, record, one) is not None]
-        return sum(one.left is None or not is_still(state, one) for one in slow) < 2
+        return True
     above = state.reads.current.get(candidate.worker)
     for _ in range(MAX_HOPS):
         if above is None or above.version != record.version or (without_source and above.source == read.source):
@@ -344,10 +340,7 @@ def _is_sound(
         source = state.members.get(above.source)
         if source is None or facts.is_doubtful(state, source) or cannot_begin(state, above):
             return False
-        is_tried = (
-            above.left is not None and above.left.is_still and above.pace.rate is None
-        )  # its reader may be at fault
-        if is_tried or above.is_stuck or _by_itself(state, record, above) is not None:
+        if above.is_stuck or _by_itself(state, record, above) is not None:
             return False
         if facts.is_full(source, above.version, above.from_host):
             return True

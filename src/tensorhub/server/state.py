@@ -24,7 +24,6 @@ from .journal import Forgotten, Record
 from .members import (
     LayoutKey,
     LayoutSet,
-    Left,
     Member,
     Members,
     OpenRead,
@@ -186,7 +185,7 @@ class State:
         *,
         to_host: bool,
         moves: int = 0,
-        left: Left | None = None,
+        left: WorkerId | None = None,
         shares: bool = False,
         across: LayoutSet = (),
     ) -> None:
