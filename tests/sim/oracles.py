@@ -271,12 +271,31 @@ class Oracles:
         """By its own will a worker has a version no longer, in the buffer or in host memory."""
         truth, model = self.truth, life.me.model
         made, is_full = truth.exists(model, version), self.conditions.host_copies <= life.hosted
+        if not is_full and life.closing == inf:
+            self._gives_up_established(life, version, where)
         if made is None or truth.newest(model) != version or life.closing < inf or is_full:
             return
         is_last = not truth.holders(life.place, version) and not (life.cut and truth.is_whole(model, version))
         is_wanted = made.is_known and truth.is_sole_publisher(model)
         if is_wanted and is_last and self.is_quiet(self.now, "lives"):
             self.broken("G6 retention", f"{life.name} gave up the last reference of version {version}, {where}")
+
+    def _gives_up_established(self, life: Life, version: Version, where: str) -> None:
+        """What was whole outside its publisher stays so until a newer version is."""
+        truth, model, made = self.truth, life.me.model, self.truth.exists(life.me.model, version)
+        if made is None or life.cut or life.me.replica == made.replica or not truth.is_sole_publisher(model):
+            return
+
+        def is_outside(other: Life) -> bool:
+            return other.me.replica != made.replica and other.closing == inf
+
+        newer = [each for each in truth.existing(model) if each > version]
+        places = [(model, shard) for shard in range(truth.shards_of(life))]
+        there = [any(map(is_outside, truth.holders(place, version))) for place in places if place != life.place]
+        is_last = not any(map(is_outside, truth.holders(life.place, version)))
+        is_replaced = any(truth.is_whole(model, each, is_outside) for each in newer)
+        if all(there) and is_last and not is_replaced and self.is_quiet(self.now):
+            self.broken("G6 established", f"{life.name} gave up version {version}, {where}; newer ones are {newer}")
 
     def leaves(self, life: Life) -> None:
         """A worker that closes leaves before its time is over: what only it had is at others, if those have room."""
