@@ -492,16 +492,6 @@ MUTANTS = (
         "    return None\n",
     ),
     Mutant(
-        "a source is avoided for its reader's fault",
-        "        left.avoided = Avoided()  # its reader is at fault\n",
-        "        pass\n",
-    ),
-    Mutant(
-        "what readers get behind a slow relay counts as usual",
-        "    if not _waits(state, read) and (feed is None or _by_itself(state, record, feed) is None):\n",
-        "    if not _waits(state, read):\n",
-    ),
-    Mutant(
         "a slow reader goes behind another slow one",
         "        if above.is_stuck or _by_itself(state, record, above) is not None:\n            return False\n",
         "",
