@@ -230,7 +230,7 @@ def row_of(samples: Samples) -> list[str]:
 
 
 def goals_of(found: dict[str, Samples]) -> list[Goal]:
-    """0.9 of the best plain way, by medians."""
+    """The goals: each way reaches 90 % of the best plain way, by medians."""
     goals = []
     for kind, beside in (("local", "local"), ("local", "checked"), ("tcp", "tcp")):
         least = 0.9

@@ -45,7 +45,7 @@ def run(options: Options) -> list[Section]:
         {"samples": [each.figures() for each in found]},
     )
     if left_out:
-        section.notes.append(f"left out for want of memory: {', '.join(left_out)}")
+        section.notes.append(f"left out because memory is short: {', '.join(left_out)}")
     section.notes.append(
         "TensorHub is verified everywhere; replicate() is the public call of a replica that just joined"
     )

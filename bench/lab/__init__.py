@@ -5,6 +5,6 @@ relay that delays. On the same links run TensorHub and what a user would otherwi
 the seconds in which a worker could have computed and did not, because of weights.
 
 It is a user: it knows of the product what the public interface shows, except that the other strategies borrow the
-transport and the digests, so that they are not slower for want of a good socket program. It must never count as good
+transport and the digests, so that they are not slower because the socket program is poor. It must never count as good
 what has another hash than the trainer's, or call a figure valid when the processor was the bottleneck.
 """

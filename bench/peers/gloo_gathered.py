@@ -1,4 +1,4 @@
-"""What is done today for want of anything better: gather full tensors first, then send them to who needs a part.
+"""Today's common way: gather full tensors first, then send them to each rank that needs a part.
 
 Two trainer ranks hold halves of a matrix (a `DTensor`, `Shard(0)`) and call `full_tensor()`; rank 0 sends all of it to
 the reader. With `--gathered` the reader wants the right half of each row; without, each row goes beside as many other

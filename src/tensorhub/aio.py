@@ -87,7 +87,7 @@ async def open(
 
 
 async def join(model: str, replica: str, shard: int, shards: int, reliable: bool, options: Options) -> "Weights":
-    """The same with options that were parsed."""
+    """Open a worker with options that are parsed already."""
     model, replica, shard, shards = check_place(model, replica, shard, shards)
     if not isinstance(reliable, bool):
         raise UsageError(f"reliable={reliable!r} is neither True nor False")
@@ -292,7 +292,7 @@ class Weights(Worker):
     ) -> AsyncIterator[None]:
         """Unpublish, let the block change the tensors, publish them as `version`.
 
-        The number is judged before anything is withdrawn: if it is not higher than the newest, or another replica is
+        The number is checked before anything is withdrawn: if it is not higher than the newest, or another replica is
         the writer of the model, that is a `VersionConflict` at once, nothing was changed and the block does not run;
         so it is with tensors that a failed fill may have begun to write, a `UsageError`. No other replica can publish
         meanwhile. If the block raises, nothing is published: the tensors stay unpublished, and the exception goes on.
@@ -484,7 +484,7 @@ class View(Caller):
         await self._thread.run_here(begin_anew(self._options, model, self._deadline(timeout)))
 
     async def layout(self, model: str, spec: Spec = "latest", *, timeout: float | None = None) -> LayoutView:  # noqa: ASYNC109 - our own deadline
-        """What a version is made of, without registering it: names, dtypes and shapes, shard by shard.
+        """Returns the layout of a version, without registering tensors: names, dtypes and shapes, shard by shard.
 
         With boxes: of the whole tensors, in one shard, as `load` gives them. Raises `VersionUnavailable`, `SourceLost`,
         `ServerUnreachable`, `DeadlineExceeded`, `UsageError`.
@@ -493,7 +493,7 @@ class View(Caller):
         return await self._thread.run_here(layout_of(self._options, model, plain_spec(spec), self._deadline(timeout)))
 
     async def metadata(self, model: str, spec: Spec = "latest", *, timeout: float | None = None) -> dict[str, Json]:  # noqa: ASYNC109 - our own deadline
-        """What the publisher of a version said beside its tensors, {} if nothing.
+        """Returns the metadata that the publisher gave with a version, {} if there are none.
 
         Asked of a holder by `tcp`, and verified. Raises as `layout` does; `SourceLost` where none can be reached.
         """
@@ -501,7 +501,7 @@ class View(Caller):
         return await self._thread.run_here(metadata_of(self._options, model, plain_spec(spec), self._deadline(timeout)))
 
     async def transfers(self) -> tuple[Transfer, ...]:
-        """Which worker reads what from which now, and why from there."""
+        """Returns the reads under way: reader, version, source, and the reason for the source."""
         return (await self.status()).transfers
 
     def _check(self, model: str) -> None:

@@ -73,7 +73,7 @@ def asked(reference: str, timeout: float | None, **where: Unpack[LoadArguments])
 
 
 async def run(wanted: Asked, *, only_one: bool) -> list[Loaded]:
-    """In the worker loop."""
+    """Runs in the worker loop."""
 
     def check(shards: int) -> None:
         if only_one and shards > 1:

@@ -166,7 +166,7 @@ class WeightsSet(Several):
         *,
         waits: bool = True,
     ) -> int:
-        """What `pick` takes of the numbers that all models have. Waits for one, or raises for want of `number`."""
+        """The number that `pick` chooses among those of all models. Waits for one; raises if `number` is missing."""
         options = self._members[0]._client.options
         while True:
             found = await asyncio.gather(*(available_versions(options, name, deadline) for name in self.models))

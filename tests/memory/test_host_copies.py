@@ -296,7 +296,7 @@ def offload(
     assert host_copies.can_offload(source.stream, target.stream, found)
     sink = FillSink(target, found.root())
     sink.begin(found.encode())
-    return host_copies.offload(source.stream, target.stream, found, verify=verify, judge=sink.accept, is_over=is_over)
+    return host_copies.offload(source.stream, target.stream, found, verify=verify, check=sink.accept, is_over=is_over)
 
 
 @needs_mover

@@ -340,7 +340,7 @@ class Oracles:
     def _fails_in_quiet(
         self, group: GroupCall, name: str, good: dict[int, Version | None], bad: dict[int, str]
     ) -> None:
-        """A plain call succeeds, but for want of a version, of room, or because of another publisher."""
+        """A plain call fails only if a version or room is missing, or because of another publisher."""
         model = group.replica.partition("/")[0]
         if group.verb in FILLS and (group.spec != "latest" or self.truth.newest(model) is None):
             return

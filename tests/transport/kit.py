@@ -166,7 +166,7 @@ def use(kind: Kind | None) -> None:
     if is_python != _is_python:
         _is_python = is_python
         os.environ[load.VARIABLE] = "no" if is_python else "yes"
-        load.forget()
+        load.reset()
     stand_in.cannot.clear()
     stand_in.cannot.update(kind.cannot if kind is not None else ())
 

@@ -39,7 +39,7 @@ CHUNK = 64 * 1024
 def as_before() -> Iterator[None]:
     """After this test the library is what it was before."""
     yield
-    load.forget()
+    load.reset()
 
 
 @needs_compiler
@@ -104,7 +104,7 @@ def test_where_it_cannot_be_built_or_used_that_is_said_and_no_error(
         assert build.why_not_made() in said
     elif found:
         build.LIBRARY.write_text(found)
-    load.forget()
+    load.reset()
     assert load.library() is None
     assert says in load.why_not(), "the reason is known later, too"
 

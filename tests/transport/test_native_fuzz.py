@@ -19,9 +19,9 @@ import pytest
 from tensorhub.protocol.manifest import chunk_count
 from tensorhub.transport.base import Export, Progress
 from tensorhub.transport.native import shapes
-from tensorhub.transport.native.reads import mover_for
+from tensorhub.transport.native.reads import make_mover
 from tensorhub.transport.tcp import wire as tcp_wire
-from tensorhub.transport.tcp.server import Served, conversation_for
+from tensorhub.transport.tcp.server import ServedExport, conversation_for
 from tensorhub.transport.tcp.settings import TcpSettings
 from tensorhub.transport.tcp.wire import HEADER, Wire, WireError
 
@@ -107,7 +107,7 @@ def test_whatever_a_source_sends() -> None:
         frames = conversation(chance)
         data = b"".join(frames) if chance.random() < 0.05 else mutated(frames, chance)
         sink = Sink(chance.choice([0, 1, 37, 256]))
-        mover = mover_for(SETTINGS, sink, range(COUNT), 1, chance.choice([64, 1000, 1 << 20]))
+        mover = make_mover(SETTINGS, sink, range(COUNT), 1, chance.choice([64, 1000, 1 << 20]))
         assert mover is not None
         mover.answer(may_write=True)
         ours, theirs = socket.socketpair()
@@ -134,7 +134,7 @@ def test_whatever_a_source_announces() -> None:
     for seed in range(ROUNDS // 3):
         chance = random.Random(seed)
         sink = Sink(chance.choice([0, 37]))
-        mover = mover_for(SETTINGS, sink, range(COUNT), 1, 1000)
+        mover = make_mover(SETTINGS, sink, range(COUNT), 1, 1000)
         assert mover is not None
         mover.answer(may_write=True)
         data = b""
@@ -191,7 +191,7 @@ def heard(sock: socket.socket, into: bytearray) -> None:
 
 @pytest.mark.parametrize("is_announcing", [False, True])
 def test_whatever_a_reader_asks_for(is_announcing: bool) -> None:
-    served = Served(Export("k", b"", CHUNK, kit.Pieces(RIGHT, 256), Progress(COUNT, complete=True)))
+    served = ServedExport(Export("k", b"", CHUNK, kit.Pieces(RIGHT, 256), Progress(COUNT, complete=True)))
     failures = set[str]()
     for seed in range(ROUNDS // 3):
         chance = random.Random(seed)
@@ -230,7 +230,7 @@ def test_a_stop_flag_that_is_set_at_any_moment_lets_nothing_count_afterwards() -
     cut_short = 0
     for seed in range(ROUNDS // 3):
         sink = Sink(0)
-        mover = mover_for(SETTINGS, sink, range(COUNT), 1, 1 << 20)
+        mover = make_mover(SETTINGS, sink, range(COUNT), 1, 1 << 20)
         assert mover is not None
         mover.answer(may_write=True)
         ours, theirs = socket.socketpair()

@@ -355,7 +355,7 @@ def test_host_copies_lie_in_large_pages(make: Make, how: str) -> None:
     if how == "copied out":
         assert can_offload(registration.stream, copy.stream, manifest)
         assert offload(
-            registration.stream, copy.stream, manifest, verify=True, judge=lambda *_: None, is_over=lambda: False
+            registration.stream, copy.stream, manifest, verify=True, check=lambda *_: None, is_over=lambda: False
         )
     else:
         source, reader = make(), make()

@@ -321,7 +321,7 @@ def test_two_sources_share_and_one_is_replaced(make: Make, found: Columns) -> No
 def test_a_further_stream_without_room_takes_nothing_along(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its share is the others': a read that ends well has brought all."""
     monkeypatch.setenv(load.VARIABLE, "yes" if way == "native" else "no")
-    load.forget()
+    load.reset()
     try:
         if (load.library() is not None) != (way == "native"):
             pytest.skip(f"no native mover: {load.why_not()}")
@@ -338,7 +338,7 @@ def test_a_further_stream_without_room_takes_nothing_along(way: str, monkeypatch
                 assert (reading.left, scene.across.missing) == (0, 0)
                 assert not scene.found.reader.wrong(scene.found.model)
     finally:
-        load.forget()
+        load.reset()
 
 
 def test_the_mover_takes_no_rows_that_end_too_soon() -> None:

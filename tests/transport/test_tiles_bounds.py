@@ -21,7 +21,7 @@ from tensorhub.transport.ranges import MAX_PIECES_BYTES, MAX_ROWS, PIECES, BadPi
 from tensorhub.transport.tcp import server as tcp_server
 from tensorhub.transport.tcp import wire as tcp_wire
 from tensorhub.transport.tcp.addresses import parse_endpoint
-from tensorhub.transport.tcp.server import Served, TcpServer
+from tensorhub.transport.tcp.server import ServedExport, TcpServer
 from tensorhub.transport.tcp.settings import TcpSettings
 from tensorhub.transport.tcp.transport import TcpTransport
 from tensorhub.transport.tcp.wire import HEADER, Hello, Refusal, Welcome, Wire, WireError
@@ -45,10 +45,10 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
         pytest.skip(f"no native mover: {load.why_not()}")
     if request.param == "python":
         monkeypatch.setenv(load.VARIABLE, "no")
-        load.forget()
+        load.reset()
     yield request.param
     monkeypatch.undo()
-    load.forget()
+    load.reset()
 
 
 def body(counts: list[int], *rows: list[int], count: int | None = None, row_count: int | None = None) -> bytes:
@@ -169,7 +169,7 @@ def hear(sock: socket.socket, into: bytearray) -> None:
 
 def test_whatever_a_reader_wants(way: str) -> None:
     """A conversation after the greetings: refused, or served to the byte, and nothing else."""
-    served = Served(Export("k", b"", CHUNK, kit.Pieces(RIGHT), Progress(-(-SIZE // CHUNK), complete=True)))
+    served = ServedExport(Export("k", b"", CHUNK, kit.Pieces(RIGHT), Progress(-(-SIZE // CHUNK), complete=True)))
     server = TcpServer(SETTINGS)
     failures, frames = set[str](), 0
     for seed in range(ROUNDS // 3):

@@ -135,7 +135,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Findings:
-    """All of it."""
+    """All results of one run of `doctor`."""
 
     transports: list[TransportCheck] = field(default_factory=list)
     machine: list[Check] = field(default_factory=list)
@@ -149,7 +149,7 @@ class Findings:
         )
 
     def as_json(self) -> str:
-        """For programs."""
+        """The results as JSON, for programs."""
         slow = [way.name for way in self.ways if way.is_far_below]
         return json.dumps({"is_well": self.is_well, **asdict(self), "far_below": slow}, indent=2)
 
@@ -240,7 +240,7 @@ def examine(server: str | None, token: str = "", *, named_by: str = "", size_byt
 
 
 def _asked(*command: str, deadline_s: float, environ: Mapping[str, str] | None = None) -> Mapping[str, object]:
-    """What a child process answers."""
+    """Returns the answer of a child process."""
     try:
         with _Child(*command, environ=environ) as child:
             return child.answer(deadline_s)
@@ -289,14 +289,14 @@ class _Child:
         return self._process.wait()
 
     def tell(self, message: Mapping[str, object]) -> None:
-        """A line to its stdin."""
+        """Send it one line through its stdin."""
         assert self._process.stdin is not None
         with suppress(OSError):  # it has ended: its answer says so
             self._process.stdin.write(json.dumps(message) + "\n")
             self._process.stdin.flush()
 
     def answer(self, within_s: float) -> dict[str, object]:
-        """What it says; an `error` if it says nothing in time, or ends before."""
+        """Returns its answer; an `error` if it does not answer in time, or ends first."""
         deadline = time.monotonic() + within_s
         with suppress(queue.Empty, subprocess.TimeoutExpired):
             found = self._answers.get(timeout=within_s)

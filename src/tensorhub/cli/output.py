@@ -102,7 +102,7 @@ def fill_the_first_three() -> None:
 
 
 def lead_nowhere(descriptor: int | None) -> None:
-    """What is written there from now on is dropped. None: nothing to do."""
+    """Drop all later writes to this file. Does nothing for None."""
     if descriptor is not None:
         with suppress(OSError), open(os.devnull, "wb") as nothing:
             os.dup2(nothing.fileno(), descriptor)

@@ -143,7 +143,7 @@ def _plain(value: T) -> T:
 
 
 def status_json(status: Status) -> str:
-    """The same as JSON, for programs."""
+    """The status as JSON, for programs."""
     return json.dumps(msgspec.to_builtins(status), indent=2)
 
 
@@ -333,7 +333,7 @@ def _readers(row: Row) -> Text:
 
 
 def _call(call: CallView | None) -> Text | None:
-    """What the replica does as a group; nothing where that has ended well, and kept nothing for want of a source."""
+    """What the replica does as a group; nothing if that has ended well and waits for nothing."""
     if call is None or (call.state == "finished" and not call.waiting_for):
         return None
     spec = "" if call.spec == "" else json.dumps(call.spec)

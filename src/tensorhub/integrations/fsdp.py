@@ -262,7 +262,7 @@ class Ranks:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=wait_s))
 
     def told(self, *values: int) -> list[int]:
-        """What rank 0 says."""
+        """Returns the value of rank 0, on all ranks."""
         import torch
         import torch.distributed as dist
 

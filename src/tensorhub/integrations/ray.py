@@ -36,7 +36,7 @@ class ReferenceServer:
         self._server = tensorhub.serve(host, port, fresh=not again, **settings)
 
     def address(self) -> str:
-        """Where it listens."""
+        """The address at which the server listens."""
         return self._server.address
 
     def token(self) -> str:

@@ -61,7 +61,7 @@ class WeightTransfer:
         self._publisher = StagedPublisher(self._model, replica=self._replica, dtype=self._dtype, **self._options)
 
     def pause(self) -> None:
-        """Nothing: engines generate while a version is fetched, and are paused while they load it."""
+        """Does nothing: engines generate while they fetch a version. They are paused only while they load it."""
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Publish these tensors as the next version, and return when all engines generate with it."""
@@ -82,7 +82,7 @@ class WeightTransfer:
             self._updaters.append(attach_engine(self._engines[number], self._model, replica=name, **self._options))
 
     def resume(self) -> None:
-        """Nothing: see `pause`."""
+        """Does nothing: see `pause`."""
 
     def destroy(self) -> None:
         """Leave; what is sent later joins again. The last version stays where rollouts hold it."""

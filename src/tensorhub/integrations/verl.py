@@ -79,7 +79,7 @@ class TensorHubCheckpointEngine(CheckpointEngine):
         self._version = version
 
     def finalize(self) -> None:
-        """Nothing: what is published stays, for later rollouts."""
+        """Does nothing: published versions stay for later rollouts."""
 
     async def send_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None

@@ -154,7 +154,7 @@ class Updater:
         self._is_there = True
 
     def _not_so(self, **asked: int) -> Exception | None:
-        """What the ranks say against it; None: it is so on all of them."""
+        """The error of the ranks that deny it; None if it is true on all ranks."""
         try:
             self.engine.init({**self._joins, **asked})
         except Exception as error:  # noqa: BLE001 - as above
@@ -162,8 +162,8 @@ class Updater:
         return None
 
 
-class NotDone(tensorhub.Unavailable):
-    """The engine has answered, and not done what it was told."""
+class EngineRefused(tensorhub.Unavailable):
+    """The engine has answered that it did not carry out the request."""
 
 
 class Engine:
@@ -176,22 +176,22 @@ class Engine:
         self._is_begun = False  # an update
 
     def init(self, init_info: dict[str, Any]) -> None:
-        """The ranks join, and answer, as `vllm_worker.InitInfo` says. Raises if one cannot, or if it is not so."""
+        """All ranks open their workers and answer the questions of `InitInfo`. Raises if a rank fails or says no."""
         self._tell("init_weight_transfer_engine", init_info.get("timeout") or WAIT_S, init_info=init_info)
 
     def fetch(self, version: int, timeout: float) -> None:
-        """As far as that can be done while the engine computes: of a new update, or of one that came to nothing."""
+        """Fetch as much as the engine allows while it computes, for a new update or again for a failed one."""
         if not self._is_begun:
             self._tell("start_weight_update")
             self._is_begun = True
         try:
             self._tell("update_weights", timeout, update_info={"version": version, "timeout": timeout})
-        except NotDone:  # then vLLM ends it
+        except EngineRefused:  # then vLLM ends it
             self._is_begun = False
             raise
 
     def load(self, wait_s: float = WAIT_S) -> None:
-        """What was fetched (in place it is read now), which ends the update; the engine computes nothing meanwhile."""
+        """Load what was fetched and end the update. With `in_place` the ranks read now. The engine must be paused."""
         self._tell("finish_weight_update", wait_s)
         self._is_begun = False
 
@@ -212,7 +212,7 @@ class Engine:
         raise NotImplementedError
 
     def _tell(self, what: str, wait_s: float = WAIT_S, **body: Any) -> None:
-        """All ranks, by vLLM's name for it. Raises `NotDone` if one of them could not take in what to fetch."""
+        """Call a method of vLLM on all ranks. Raises `EngineRefused` if a rank could not start the fetch."""
         raise NotImplementedError
 
 
@@ -240,7 +240,7 @@ class Offline(Engine):
         except Exception as error:
             if what != "update_weights":
                 raise
-            raise NotDone(f"the engine could not take in {body['update_info']}: {error}") from error
+            raise EngineRefused(f"the engine could not take in {body['update_info']}: {error}") from error
 
 
 class Server(Engine):
@@ -270,6 +270,6 @@ class Server(Engine):
                 answer.read()
         except HTTPError as error:
             text = f"{error.url}: {error.code} {error.read(2000).decode(errors='replace')}"
-            raise NotDone(text, hint=hint) from error
+            raise EngineRefused(text, hint=hint) from error
         except OSError as error:
             raise tensorhub.Unavailable(f"{self._url}: {error}", hint=hint) from error

@@ -258,7 +258,7 @@ def _place(box: "tensorhub.Box") -> tuple[Any, ...]:
 
 
 def _storage(tensor: torch.Tensor) -> tuple[bool, int]:
-    """The same for all views of one memory."""
+    """A key of the storage: all views of one memory have the same key."""
     storage = tensor.untyped_storage()
     return tensor.is_meta, storage._cdata if tensor.is_meta else storage.data_ptr()
 
@@ -342,7 +342,7 @@ class _Targets:
         self._hints.setdefault(name, hint or HINT)
 
     def plan(self, published: set[str], packed: Mapping[str, Sequence[str]]) -> Plan:
-        """All of them. `packed`: the last names of what vLLM fuses. Raises `UsageError`."""
+        """Plans all parameters. `packed`: the last names of the parameters that vLLM fuses. Raises `UsageError`."""
         whole = {self._canonical(name) for name in self._known if not self._missing(name)}
         for name in self._tensors:
             missing = self._missing(name)

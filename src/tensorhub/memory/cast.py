@@ -57,7 +57,7 @@ AS_TORCH = {  # what numpy casts as torch does
 
 
 def keeps_all(source: str, target: str) -> bool:
-    """Every number of the one is a number of the other."""
+    """True if `target` represents every number of `source`."""
     old, new = FORMS[source], FORMS[target]
     fits = old.bits <= new.bits and old.lowest >= new.lowest and old.highest <= new.highest
     return source == target or (fits and (old.is_finite or not new.is_finite))
@@ -147,7 +147,7 @@ def are_same(dtype: str, ours: memoryview, theirs: memoryview) -> bool:
 
 
 def is_same_tensor(ours: "torch.Tensor", theirs: "torch.Tensor") -> bool:
-    """The same of two tensors of one dtype, which is no wider than float64."""
+    """Whether two tensors are equal. Both have one dtype, no wider than float64."""
     import torch
 
     with torch.no_grad():

@@ -47,7 +47,7 @@ def outside_modes() -> ExitStack:
 def loaded_torch() -> Any:
     """torch, loaded. None where it is not installed, or cannot be loaded, which is logged once.
 
-    Raises `Unavailable` where it cannot for want of descriptors or memory: that is not remembered.
+    Raises `Unavailable` if descriptors or memory are short: that is not remembered.
     """
     global _why_not
     if seen_torch() is None and not _why_not:
@@ -69,7 +69,7 @@ def dtype_name(dtype: object) -> str:
 
 
 def what_helps() -> str:
-    """The hint of an error that is there for want of torch."""
+    """The hint of an error that needs torch: how to install it, or why it does not load."""
     return _why_not if loaded_torch() is None else INSTALL
 
 

@@ -166,7 +166,7 @@ class OnDevice(Protocol):
     """A stream with bytes on devices that hash them where they lie."""
 
     def hashes(self, start: int, stop: int) -> bool:
-        """Some of these bytes lie on a device that hashes: what arrives there is judged once it is in place."""
+        """Some of these bytes lie on a device that hashes: what arrives there is checked once it is in place."""
         ...
 
     def device_digests(self, chunk_bytes: int) -> list[tuple[range, bytes]]:
@@ -194,7 +194,7 @@ class InPlaceDigests:
         self._changed = threading.Condition()
 
     def are_due(self, start: int, stop: int) -> bool:
-        """Bytes [start, stop) are judged where they lie, and not on their way there."""
+        """Bytes [start, stop) are checked where they lie, and not on their way there."""
         return isinstance(self._stream, OnDevice) and self._stream.hashes(start, stop)
 
     def of(self, chunk: int) -> bytes:

@@ -1,10 +1,10 @@
-"""Fills registered tensors with one version, chunk by chunk, from one source after another, and judges each chunk.
+"""Fills registered tensors with the chunks of one version, from one source after another. Checks each chunk's digest.
 
 Rules:
 1. The server named the content by its root digest. A manifest with another root is refused before a byte is written;
    after that every chunk must have the digest that the manifest announces.
 2. A chunk counts only after `accept` and then `stored`; a rejected chunk is not marked, and is wanted again. What lies
-   on a device that hashes is judged in `stored`, where it lies: so whatever has become of it on its way is seen.
+   on a device that hashes is checked in `stored`, where it lies: so whatever has become of it on its way is seen.
 3. The first good manifest stays. Another source's `begin` returns the chunks that are still missing.
 4. After `revoke` has returned, nothing more is accepted or marked: a late write never counts.
 5. What is malformed, or does not fit the root, is the source's fault: `CorruptTransfer`, try another one. What fits the
@@ -129,7 +129,7 @@ class FillSink(Fill):
 
     def begin(self, manifest: bytes) -> Sequence[int]:
         """The chunks that are missing. `CorruptTransfer`, `LayoutMismatch` or `UsageError` as the rules above say."""
-        candidate = self._judged(manifest)
+        candidate = self._checked_manifest(manifest)
         with self._telling:
             with self._lock:
                 self.check()
@@ -148,11 +148,11 @@ class FillSink(Fill):
         return self.progress.missing()
 
     def terms(self) -> Terms | None:
-        """What the manifest says of each chunk."""
+        """The sizes and digests by which a transport checks chunks."""
         return Terms(self.manifest.digests if self.is_checking else None, self.progress, (self.stop_flag,))
 
     def told(self, size_bytes: int) -> None:
-        """More has come, was judged as the terms say, and is marked. Raises `HostMemoryFull` if that was the last."""
+        """More has come, was checked as the terms say, and is marked. Raises `HostMemoryFull` if that was the last."""
         self.registration.took(size_bytes)
         self._tell()
 
@@ -169,25 +169,25 @@ class FillSink(Fill):
         if self.is_checking and in_place.are_due(start, stop):
             self._note(chunk, DUE)
         else:
-            self._judge(chunk, digest(views) if self.is_checking else b"")
+            self._check_chunk(chunk, digest(views) if self.is_checking else b"")
 
-    def judge_in_place(self, chunk: int) -> None:
+    def check_in_place(self, chunk: int) -> None:
         """Judge an accepted chunk where it lies, if that is due. Raises as `accept`. Otherwise `stored` does it.
 
         Waits for the device.
         """
         if self._accepted[chunk] == DUE:
-            self._judge(chunk, self._known[2].of(chunk))
+            self._check_chunk(chunk, self._known[2].of(chunk))
 
     def stored(self, chunk: int) -> None:
         """The accepted chunk is in place, and counts from now on. Raises `CorruptTransfer` if it is not right there."""
-        self.judge_in_place(chunk)
+        self.check_in_place(chunk)
         self._count(range(chunk, chunk + 1))
 
     def take(self, chunks: range, digests: bytes | None) -> None:
         """Chunks that were put in place, with the digests that a device made of them meanwhile. Raises as `accept`.
 
-        Without digests they are judged where they lie.
+        Without digests they are checked where they lie.
         """
         if digests is None:
             digests = b"".join(map(self._known[2].of, chunks)) if self.is_checking else b""
@@ -200,13 +200,13 @@ class FillSink(Fill):
         good = 0
         try:
             for at, chunk in enumerate(chunks):
-                self._judge(chunk, digests[DIGEST_BYTES * at : DIGEST_BYTES * (at + 1)])
+                self._check_chunk(chunk, digests[DIGEST_BYTES * at : DIGEST_BYTES * (at + 1)])
                 good += 1
         finally:
             self._count(chunks[:good])
 
-    def _judge(self, chunk: int, found: bytes) -> None:
-        """By its digest, where it is checked."""
+    def _check_chunk(self, chunk: int, found: bytes) -> None:
+        """Compares the digest of the chunk, if digests are checked."""
         announced = self.manifest.digest_of(chunk) if self.is_checking else b""
         self._note(chunk, ACCEPTED if found == announced else REJECTED)
         if found != announced:
@@ -237,7 +237,7 @@ class FillSink(Fill):
             if self._on_stored is not None:
                 self._on_stored(self.progress.prefix)
 
-    def _judged(self, data: bytes) -> Manifest:
+    def _checked_manifest(self, data: bytes) -> Manifest:
         try:
             manifest = decode_manifest(data)
         except UsageError as error:

@@ -66,7 +66,7 @@ class Registrar(Protocol):
         ...
 
     def unregister(self, address: int) -> None:
-        """What was registered there. Raises `RuntimeError`."""
+        """Unregister the memory at that address. Raises `RuntimeError`."""
         ...
 
 
@@ -162,7 +162,7 @@ def reserve(memory: Sealed, registrar: Registrar, limit_bytes: int | None) -> Pi
 
 
 def pinned_bytes() -> int:
-    """What this process has registered now."""
+    """Bytes that this process has pinned now."""
     return sum(sum(registered.copy().values()) for _, registered in _pinned.copy().values())
 
 
@@ -480,13 +480,13 @@ class SharedStream(HostStream):
 
 
 def over_shared(registration: Registration, memory: Shared, address: int) -> Registration:
-    """The same layout over memory of another worker's copy, in which all of it begins there."""
+    """Lays the tensors over another worker's host copy, which begins at that address."""
     pieces = (Piece(0, registration.size_bytes, address, "cpu", 0, (memory,)),)
     return _over(registration, SharedStream(pieces), pieces)
 
 
 def on_host(registration: Registration, look: Callable[[], Room | None] = room, left_bytes: int = 0) -> Registration:
-    """The same layout over new host memory, beside which so much is left; nothing is copied.
+    """Lays the tensors over new host memory, of which `left_bytes` stay free. Copies nothing.
 
     Raises `HostMemoryFull`, `MemoryError`.
     """
@@ -503,7 +503,7 @@ def without_memory(registration: Registration) -> Registration:
 
 
 def _over(registration: Registration, stream: ByteStream, pieces: tuple[Piece, ...]) -> Registration:
-    """The same layout over other memory."""
+    """Lays the tensors over other memory."""
     ours = InPlace([], [])
     return replace(
         registration,
@@ -572,12 +572,12 @@ def offload(
     manifest: Manifest,
     *,
     verify: bool,
-    judge: Callable[[int, Sequence[memoryview]], None],
+    check: Callable[[int, Sequence[memoryview]], None],
     is_over: Callable[[], bool],
 ) -> bool:
     """Copy and check everything. Blocks. False: this machine refuses, and Python has to do it.
 
-    `judge` says what is wrong with a chunk whose digest differs. Raises what it raises, `Freed`, and `Closed`.
+    `check` says what is wrong with a chunk whose digest differs. Raises what it raises, `Freed`, and `Closed`.
     """
     library, theirs = load.library(), bare_addresses(source)
     assert library is not None, "no library"
@@ -609,7 +609,7 @@ def offload(
         if status == shapes.CORRUPT:
             chunk = int(state.chunk)
             with target.reading(*manifest.chunk_range(chunk)) as views:
-                judge(chunk, views)
+                check(chunk, views)
             raise InvariantViolation(f"chunk {chunk} has two digests")
     return True
 

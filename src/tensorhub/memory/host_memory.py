@@ -49,7 +49,7 @@ def room(proc: Path = Path("/proc")) -> Room | None:
 
 
 def size_text(size_bytes: int) -> str:
-    """As people read it."""
+    """Formats a size for people."""
     if size_bytes < 10 * MIB:
         return f"{size_bytes / MIB:.1f} MiB" if size_bytes >= MIB else f"{size_bytes} B"
     return f"{size_bytes / (1 << 30):.1f} GiB" if size_bytes >= 1 << 30 else f"{size_bytes / MIB:.0f} MiB"
@@ -253,7 +253,7 @@ def empty(shape: "int | Sequence[int]", dtype: object = "float32") -> "type_of_a
 
 
 def empty_like(tensor: "type_of_array") -> "type_of_array":
-    """The same as `empty` with the shape and dtype of a torch tensor or numpy array, and of its kind.
+    """Calls `empty` with the shape and dtype of a torch tensor or numpy array. Returns the same kind.
 
     The result is contiguous and on the host, whatever the tensor is. Raises `UsageError` if it is no tensor.
     """

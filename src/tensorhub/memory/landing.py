@@ -1,8 +1,8 @@
-"""Tiles of another layout on a device: they land in memory of bounded size, are judged there, and are put in place.
+"""Tiles of another layout on a device: they land in memory of bounded size, are checked there, and are put in place.
 
 A reader opens the source's memory, and goes through its batches window by window. Each window is gathered from rows of
 the source's stream, tile by tile, each tile in the order of its digest. Only tiles that are right go on to the
-registered tensors. Two windows are under way at a time, so that the host judges one while the device gathers the other.
+registered tensors. Two windows are under way at a time, so that the host checks one while the device gathers the other.
 
 Rules:
 1. Tables for all batches are made once for a plan, a source and a target, and uploaded once for a read. A window is a
@@ -89,7 +89,7 @@ class Places:
 
     @classmethod
     def of(cls, scatter: Scatter) -> "Places":
-        """For all tiles."""
+        """The tables for all tiles."""
         tiles, first_tile = _ints(scatter.tiles), _ints(scatter.first_tile)
         padded = -(-np.diff(tiles) // GROUP_BYTES) * GROUP_BYTES
         is_turned = np.diff(_ints(scatter.first_turn)) > 0
@@ -360,7 +360,7 @@ def row_table(rows: Ints) -> "array[int]":
 
 
 def _gathers(places: Places, batches: Batches, source: Spans) -> Moves:
-    """From the source to the landing memory."""
+    """The copies from the source to the landing memory."""
     theirs = _ints(batches.rows.words).reshape(-1, len(THEIRS))
     rows = _packed(len(theirs), THEIRS, theirs, TARGET)
     rows[:, TARGET] = places.of_bytes(_ints(batches.rows.starts)[:-1])
@@ -381,7 +381,7 @@ def _turns(places: Places, scatter: Scatter) -> Moves:
 
 
 def _scatters(places: Places, scatter: Scatter, target: Spans) -> Moves:
-    """From the landing memory to the registered tensors."""
+    """The copies from the landing memory to the registered tensors."""
     ours = _ints(scatter.ours.words).reshape(-1, len(OURS))
     near = _packed(len(ours), OURS, ours, SOURCE)
     starts = _ints(scatter.ours.starts)[: len(ours)]

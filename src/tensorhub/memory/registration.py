@@ -136,7 +136,7 @@ class Registration:
         return self.table is None and not shares_in_part(self.layout)
 
     def with_boxes(self) -> "Registration":
-        """The same memory with `boxes={}`: each tensor is a whole global one. Raises `UsageError` for too many."""
+        """Registers this memory with `boxes={}`: each tensor is a whole one. Raises `UsageError` for too many."""
         table, encoded, shares = _boxed(self.layout, {}, False)
         digest, given = digest_of_boxed(self.layout.encode(), encoded, False), self.given
         if given is not None:
@@ -183,7 +183,7 @@ class Registration:
                 synchronize(device)
 
     def settle_to_fill(self) -> None:
-        """The same before it is filled. Raises `UsageError` where tensors no longer are the registered memory.
+        """Settle before a fill. Raises `UsageError` where tensors no longer are the registered memory.
 
         Their old memory may have another use by now, even as the stack of a thread.
         """

@@ -112,7 +112,7 @@ class HostStream:
         return nullcontext(self.views(start, stop))
 
     def took(self, size_bytes: int) -> None:
-        """So much more of it has been written without `writing`."""
+        """Note bytes that were written without `writing`."""
 
     def views(self, start: int, stop: int) -> list[memoryview]:
         """Bytes [start, stop) of the stream, in order, none of them empty."""
@@ -127,7 +127,7 @@ class HostStream:
         return views
 
     def ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """The same as (address, length): for transports that let the kernel or the hardware copy."""
+        """Bytes [start, stop) as (address, length), for transports that let the kernel or the hardware copy."""
         first, last = self._span(start, stop)
         if first >= last:
             return []
@@ -242,7 +242,7 @@ _is_refused = False  # no process_vm_readv here
 
 
 def refuse() -> None:
-    """From now on through a pipe: for tests of what a filter would do."""
+    """Copy through a pipe from now on. Tests use this in place of a syscall filter."""
     global _is_refused
     _is_refused = True
 
@@ -261,7 +261,7 @@ def _moved(source: "array[int]", target: "array[int]") -> int:
 
 
 def _through_pipe(source: "array[int]", target: "array[int]") -> int:
-    """The same with two copies. The pipe is made anew: what an error leaves in it is dropped."""
+    """Copies through a pipe, which takes two copies. Each call makes a new pipe: an error may leave bytes in one."""
     _, write, read = _calls()
     out, into = os.pipe()
     try:

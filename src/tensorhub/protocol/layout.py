@@ -132,7 +132,7 @@ def checked(box: Box, tensor: TensorSpec) -> Box:
 
 
 def _plain_box(box: Box) -> Box:
-    """The same in Python's own integers, where it has those of numpy."""
+    """Converts the numbers of a box from numpy's integers to Python's."""
     shape, at, size, strides = (
         tuple(map(plain_number, each)) for each in (box.global_shape, box.at, box.size, box.strides or ())
     )

@@ -25,7 +25,7 @@ Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
 
 def encode_metadata(metadata: object) -> bytes:
-    """As it travels; nothing for an empty mapping. Raises `UsageError` naming what is no JSON, or the size."""
+    """Encodes metadata for the wire; empty for an empty mapping. Raises `UsageError` for no JSON, or a large size."""
     if not isinstance(metadata, Mapping):
         raise UsageError(f"metadata is of type {type(metadata).__name__}: it has to be a mapping of strings to JSON")
     plain = {key: _json(value, f"metadata[{key!r}]", 1) for key, value in _checked(metadata, "metadata").items()}
@@ -62,7 +62,7 @@ def _refuse(constant: str) -> Json:
 
 
 def digest_of_metadata(encoded: bytes) -> Digest:
-    """By which shards compare theirs; empty where there is none."""
+    """The digest by which shards compare their metadata; empty if there is none."""
     return Digest(blake2b(encoded, digest_size=16).hexdigest() if encoded else "")
 
 
@@ -151,7 +151,7 @@ def digest_of_layout(encoded: Buffer) -> Digest:
 
 
 def digest_of_boxed(encoded: Buffer, boxes: Buffer, is_partial: bool) -> Digest:
-    """The same of a layout with boxes, which are encoded too. `is_partial`: it leaves out some of the model."""
+    """The digest of a layout with boxes, which are encoded too. `is_partial`: it leaves out some of the model."""
     both = blake2b(encoded, digest_size=DIGEST_BYTES)
     both.update(b"boxes")
     both.update(boxes)
@@ -174,7 +174,7 @@ def decode_layout(data: Buffer) -> Layout:
 
 
 def _wrong_with(layout: Layout) -> str:
-    """What keeps memory from being laid out so; empty where nothing does."""
+    """The reason why memory cannot have this layout; empty if it can."""
     for spec in layout.tensors:
         what = _wrong_with_tensor(spec)
         if what:

@@ -17,7 +17,7 @@ class Settings:
     drift: float = 0.1  # clocks that run up to 10 % apart are safe
     avoid_s: float = 2.0  # a source that failed a reader is that reader's last choice for 2 reports
     keep_held_s: float = 2.0  # a source silent for so long has missed 2 reports; no rollout stands still for longer
-    slow_s: float = 3.0  # a read is judged over so long: 6 measurements, 3 reports; a gap of 1 s is a third of it
+    slow_s: float = 3.0  # a read is measured over so long: 6 measurements, 3 reports; a gap of 1 s is a third of it
     leave_s: float = 30.0  # a source of wrong bytes, or a copy that cannot be mapped, is not tried again for so long
     max_failures: int = 8  # of one call on one shard, before it is given up rather than tried again
     keep_established: bool = True  # for one host copy, nothing that has left its publisher is lost with it

@@ -140,7 +140,7 @@ def check_disjoint(table: BoxTable) -> None:
 
 
 def why_not_filled(table: BoxTable) -> tuple[str, str] | None:
-    """The same in words, with a hint; None if all is well."""
+    """Calls `check_disjoint`. Returns the error's text and hint; None if there is no error."""
     try:
         check_disjoint(table)
     except LayoutMismatch as error:
@@ -292,7 +292,7 @@ _RUN, _COUNT, _STRIDE, _COUNTS, _STRIDES = 1, 2, 3, 4, 5  # of the six
 
 
 def joined(rows: Ints) -> Ints:
-    """The same rows of six, where runs follow each other as longer runs."""
+    """Joins neighbouring runs into longer ones. Rows have six columns, before and after."""
     rows = rows.copy()
     for _ in range(2):
         is_one = (rows[:, _COUNT] == 1) | (rows[:, _STRIDE] == rows[:, _RUN])

@@ -78,7 +78,7 @@ def row_major(extents: Ints) -> Ints:
 
 
 def words(numbers: Ints | Iterable[int]) -> "array[int]":
-    """As a transport takes them."""
+    """The numbers as the array of 64-bit integers that a transport takes."""
     return array("Q", numbers.astype(np.int64).tobytes() if isinstance(numbers, np.ndarray) else numbers)
 
 
@@ -588,7 +588,7 @@ class Tiles:
         return volumes(self.size) * self.item
 
     def only(self, picked: Ints) -> "Tiles":
-        """Those at these positions."""
+        """Returns the rows at these positions."""
         number, slot, box, start, size, offset = (
             column[picked] for column in (self.number, self.slot, self.box, self.start, self.size, self.offset)
         )

@@ -435,7 +435,7 @@ def _gathering(tiles: Tiles) -> Copies:
 #
 # 1. Each tile is fetched once, whole, from one source. Sources that have the same tiles share the bytes evenly.
 # 2. A tile that lies whole in one box of the reader is copied straight there (`is_direct`). Another is fetched into
-#    scratch memory, judged there, and kept by further copies.
+#    scratch memory, checked there, and kept by further copies.
 # 3. Fetches are in the order of the reader's stream, so that its prefix grows while several sources deliver.
 # 4. A plan covers all boxes of the reader, or it is a `LayoutMismatch` that names tensor and part.
 

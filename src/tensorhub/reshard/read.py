@@ -70,7 +70,7 @@ from .wire import (
 
 # --- One read from one source of a fill across layouts: a `Sink` that wants batches of tiles.
 #
-# Where the mover is in use it judges and scatters by itself (`terms`). Elsewhere batches come to `accept`.
+# Where the mover is in use it checks and scatters by itself (`terms`). Elsewhere batches come to `accept`.
 
 
 class TileSink:
@@ -395,7 +395,7 @@ class TiledVersion:
         return self.shard.encode()
 
     def encode(self) -> bytes:
-        """As it travels ahead of the bytes."""
+        """Encodes it for the wire. It is sent before the bytes."""
         return self._encoded
 
     def changed(self, registration: Registration) -> list[int]:
@@ -466,7 +466,7 @@ def grid_for(publisher: Sequence[bytes], others: Sequence[bytes], names: Mapping
 
 
 def decoded(boxes: bytes, who: str) -> BoxTable:
-    """As `decode_table`, with the worker's name in the error."""
+    """Calls `decode_table`, and adds the worker's name to an error."""
     try:
         return decode_table(boxes)
     except UsageError as error:
@@ -491,7 +491,7 @@ def _table(registration: Registration) -> BoxTable:
 
 
 def with_boxes_like(registration: Registration, others: Sequence[bytes], who: str) -> Registration:
-    """The same tensors with `boxes={}`. `others`: the boxes of the replicas from which it is to read.
+    """Registers the same tensors with `boxes={}`. `others`: the boxes of the replicas from which it is to read.
 
     Raises `LayoutMismatch` naming a tensor that is another one there, or on one side only.
     """

@@ -298,7 +298,7 @@ class TiledShard:
     manifest: TileManifest
 
     def encode(self) -> bytes:
-        """As it travels ahead of the bytes."""
+        """Encodes it for the wire. It is sent before the bytes."""
         return msgspec.msgpack.encode(_Wire(encode_table(self.table), encode_grid(self.grid), self.manifest.encode()))
 
 
@@ -323,7 +323,7 @@ def decode_tiled_shard(data: bytes, expected: Digest) -> TiledShard:
 
 
 def check_tiled_shard(data: bytes, expected: Digest) -> None:
-    """Nothing but whether it is what the server named by that root. Raises `CorruptTransfer`."""
+    """Checks only that it has the root that the server named. Raises `CorruptTransfer`."""
     _checked(data, expected)
 
 

@@ -190,9 +190,9 @@ class UnknownClient(asyncio.Protocol):
         self._rest = data[room_bytes:]
         self._transport.pause_reading()
         self._inner.data_received(data[:room_bytes])
-        asyncio.get_running_loop().call_soon(self._judge)  # after who is woken by what was handed on
+        asyncio.get_running_loop().call_soon(self._reconsider)  # after who is woken by what was handed on
 
-    def _judge(self) -> None:
+    def _reconsider(self) -> None:
         if self._transport is None:
             return  # it is welcome, or gone
         are_too_many = self._are_too_many

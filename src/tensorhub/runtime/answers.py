@@ -184,7 +184,7 @@ async def take_status(machine: Server, now: float) -> Status:
 
 
 async def encode_status(status: Status) -> bytes:
-    """As JSON, the same as in one go."""
+    """Encodes the status as JSON, step by step."""
     models = [await _encode_model(model) for model in status.models]
     transfers = await _encode_each(status.transfers)
     return msgspec.json.encode({**_fields(status), "models": models, "transfers": transfers})
@@ -233,7 +233,7 @@ class Answers:
         app.router.add_delete("/v1/numbers", self._begin_anew)
 
     async def _wait(self, request: web.Request) -> web.StreamResponse:
-        """As soon as the version, or a newer one, exists."""
+        """Answers when the version, or a newer one, exists."""
         self._authorise(request)
         try:
             model, patience_s = _model(request), _patience_s(request)
@@ -249,7 +249,7 @@ class Answers:
         return await self._answer(key, existing, lambda found: found.version is not None, patience_s)
 
     async def _held(self, request: web.Request) -> web.StreamResponse:
-        """As soon as enough replicas hold the version, or with who is missing."""
+        """Answers when enough replicas hold the version. Names the missing ones at the deadline."""
         self._authorise(request)
         try:
             model, patience_s = _model(request), _patience_s(request)
@@ -264,7 +264,7 @@ class Answers:
         return await self._answer(key, look, lambda found: found.is_enough, patience_s)
 
     async def _next_version(self, request: web.Request) -> web.StreamResponse:
-        """As soon as it is known which numbers are taken."""
+        """Answers when the server knows which numbers are taken."""
         self._authorise(request)
         try:
             model, patience_s = _model(request), _patience_s(request)

@@ -336,7 +336,7 @@ class Boxing:
         return await in_thread(partial(with_boxes_like, registration, found.boxes, str(client.me)), name="tiles")
 
     async def take(self, boxed: Registration, deadline: float) -> None:
-        """The same tensors, with boxes. No version is held."""
+        """Register the same tensors with boxes. The worker holds no version."""
         worker = self._client.driver.worker
         if not await self._client.driver.until(lambda: worker.may_register, deadline):
             text = f"the tensors of {self._client.me} are still touched by what came before"
@@ -367,7 +367,7 @@ class Boxing:
                 await asyncio.sleep(BOX_AGAIN_S)  # other tensors are registered once it has succeeded
 
     async def _again(self) -> None:
-        """In the background. The caller's next call waits for its end."""
+        """Repeat the call in the background. The caller's next call waits for its end."""
         client = self._client
         registration, content = client.driver.data.registration, client.driver.data.content
         version, known = client.driver.worker.held, None if content is None else content.manifest
@@ -753,7 +753,7 @@ class Client:
             raise Closed(f"{self.me} was closed", hint="open it again")
 
     def _note_call(self) -> None:
-        """In the caller's thread: what it has launched on its own streams is waited for."""
+        """Called in the caller's thread. Later work waits for what this thread has launched on its streams."""
         if self.driver.data.registration is not None:
             self.driver.data.registration.note_call()
 

@@ -428,7 +428,7 @@ _SERVER_TEXTS = {  # of `Settings`, those that an operator may have a reason to 
     "lease_s": "how long a worker that says nothing is believed to be alive",
     "report_s": "a worker says how things are at least this often",
     "drift": "a worker trusts its lease for (1 - drift) of it: the difference of two clocks' speeds",
-    "slow_s": "over how long a read is judged: one that brings nothing, or far less than others, gets another source",
+    "slow_s": "over how long a read is measured: one that brings nothing, or far less than others, gets another source",
     "keep_held_s": "an update keeps what it holds if no newer source was heard for so long; `lease_s`: never",
     "max_retain": "versions to keep that a worker may ask for",
     "max_workers": "workers at a time",
@@ -500,7 +500,7 @@ def open_options(**given: Unpack[OpenArguments]) -> Options:
 
 
 def options_without_token(environ: Mapping[str, str] | None = None, **arguments: object) -> Options:
-    """The same for those who need other settings only: no token is looked for."""
+    """Reads all options but the token, which the caller does not need."""
     environ = os.environ if environ is None else environ
     found: dict[str, object] = {}
     for each in fields(Options):

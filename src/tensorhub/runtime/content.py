@@ -134,7 +134,7 @@ class Trusted:
             raise SessionLost("the lease under which this read was granted has ended")
 
 
-class Counting(Trusted):
+class ForwardingSink(Trusted):
     """Hands on what a transport brings, to a fill or to a tile sink of one."""
 
     def __init__(self, target: FillSink | TileSink, touch: Touch, *, is_cross_site: bool) -> None:
@@ -190,7 +190,7 @@ class Counting(Trusted):
 KEPT_OPEN_S = 0.25  # a round trip to the server and back; the source keeps a connection for it
 
 
-class TrustedSink(Counting):
+class TrustedSink(ForwardingSink):
     """A `Sink` for one read of one source: the fill behind it, as long as the read is trusted."""
 
     def __init__(
@@ -262,7 +262,7 @@ class TrustedSink(Counting):
 
     def stored(self, chunk: int) -> None:
         self.check()
-        self._fill.judge_in_place(chunk)  # it takes a while
+        self._fill.check_in_place(chunk)  # it takes a while
         super().stored(chunk)
 
     def take(self, chunks: range, digests: bytes | None) -> None:
@@ -271,7 +271,7 @@ class TrustedSink(Counting):
         self.check()
 
 
-class TrustedTileSink(Counting):
+class TrustedTileSink(ForwardingSink):
     """One tile sink of a fill, for as long as its read is trusted."""
 
     def __init__(self, tile_sink: TileSink, touch: Touch, *, is_cross_site: bool) -> None:
@@ -576,7 +576,7 @@ class Meter:
         return Measured(self._read.path, _rate(arrived - before, now - then), arrived)
 
     def average(self) -> Measured:
-        """From its beginning until now."""
+        """What was measured from the beginning of the read until now."""
         received = self._read.received_bytes
         return Measured(self._read.path, _rate(received, self._clock() - self.began), received)
 
@@ -616,7 +616,7 @@ class OpenRead:
         self.looking: asyncio.Handle | None = None  # the next look at its progress
 
     def log_end(self, me: WorkerId) -> None:
-        """For people: how it went."""
+        """Log the end of the read."""
         if self.way is not None and self.meter is not None and self.counted_bytes:
             found = self.meter.average()
             _log.info(

@@ -94,13 +94,13 @@ class HostCopies:
         self._copying = threading.Lock()  # held by the thread that copies: one at a time, as the machine has it
 
     def failure(self, error: TensorHubError) -> Failure:
-        """As the machine and the server hear of it. If it ends the call, the caller gets the error itself."""
+        """The failure for the machine and the server. If it ends the call, the caller gets the error itself."""
         if not error.retryable:
             self.errors[error.code] = error.with_traceback(None)
         return Failure.of(error)
 
     def register(self, registration: Registration) -> int:
-        """From now on copies are made of these tensors. Returns how many the limit allows where there are no others.
+        """Make copies of these tensors from now on. Returns how many copies the limit allows if there are no others.
 
         Never fewer than there are already: those are counted on, and cannot go at once.
         """
@@ -216,11 +216,11 @@ class HostCopies:
         gone: list[str] = []  # tensors whose memory is not there any more
 
         def copy() -> None:  # the device has been waited for when this was published, or filled
-            judge = self._judge(content.registration, manifest)
+            check = self._chunk_check(content.registration, manifest)
             streams = held.registration.stream, content.registration.stream
             try:
-                if not self._offload(held, content, pool, manifest, judge):
-                    self._copy(*streams, manifest, lambda chunk, _, mine: judge(chunk, mine))
+                if not self._offload(held, content, pool, manifest, check):
+                    self._copy(*streams, manifest, lambda chunk, _, mine: check(chunk, mine))
                 self._judge_whole(content.registration, manifest)
             except Freed as error:
                 gone.extend(freed(held.registration, [error.at]))
@@ -260,10 +260,10 @@ class HostCopies:
 
         def copy() -> None:
             target.settle_to_fill()
-            judge = self._judge(target, manifest)
+            check = self._chunk_check(target, manifest)
             streams = content.registration.stream, target.stream
             try:
-                look = lambda chunk, ours, _: judge(chunk, ours)  # noqa: E731 - theirs may be freed at any moment
+                look = lambda chunk, ours, _: check(chunk, ours)  # noqa: E731 - theirs may be freed at any moment
                 if not self._load(content, target, pool, manifest):
                     self._copy(*streams, manifest, look)
                 self._judge_whole(target, manifest)
@@ -283,8 +283,8 @@ class HostCopies:
 
         self._start(run())
 
-    def share(self, version: Version, sink: TrustedSink, registration: Registration) -> Content:
-        """Look through the copy of another worker that was mapped, and let peers read it here too. In a thread.
+    def map_shared(self, version: Version, sink: TrustedSink, registration: Registration) -> Content:
+        """Check a mapped copy of another worker, and let peers read it here too. Runs in a thread.
 
         `registration` is of the tensors whose layout it has. Raises `CorruptTransfer`, or `SessionLost` once the sink
         may trust nothing any more.
@@ -365,16 +365,16 @@ class HostCopies:
         content: Content,
         pool: HostMemory | None,
         manifest: Known,
-        judge: Callable[[int, Sequence[memoryview]], None],
+        check: Callable[[int, Sequence[memoryview]], None],
     ) -> bool:
-        """At the machine's rate, where that can be: returns whether it is done. Tiles are judged in the end."""
+        """Copy with the native library, if possible. Returns whether it has copied. Tiles are checked at the end."""
         source, target, is_over = held.registration.stream, content.registration.stream, self._is_closed.is_set
         if isinstance(manifest, Manifest) and can_offload(source, target, manifest):
-            return offload(source, target, manifest, verify=self._verify == "full", judge=judge, is_over=is_over)
+            return offload(source, target, manifest, verify=self._verify == "full", check=check, is_over=is_over)
 
         def look(start: int, stop: int) -> None:
             with target.reading(start, stop) as views:
-                judge(start // manifest.chunk_bytes, views)
+                check(start // manifest.chunk_bytes, views)
 
         return _is_dense(manifest, source) and copy_directly(
             source, content.registration, pool, manifest.chunk_bytes, to_host=True, on_chunk=look, is_over=is_over
@@ -405,7 +405,7 @@ class HostCopies:
         else:
             copy_stream(source, target, manifest.chunk_bytes, look, is_over=is_over)
 
-    def _judge(self, target: Registration, manifest: Known) -> Callable[[int, Sequence[memoryview]], None]:
+    def _chunk_check(self, target: Registration, manifest: Known) -> Callable[[int, Sequence[memoryview]], None]:
         """Checks each chunk as a fill does, which is the one place that knows how. Tiles are checked in the end."""
         if isinstance(manifest, TiledVersion):
             return lambda chunk, views: None

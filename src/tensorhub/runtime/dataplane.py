@@ -86,7 +86,7 @@ class DataPlane:
         self.begin_for = self._background.begin_for
 
     def failure(self, error: TensorHubError) -> Failure:
-        """As the machine and the server hear of it. If it ends the call, the caller gets the error itself."""
+        """The failure for the machine and the server. If it ends the call, the caller gets the error itself."""
         return self.copies.failure(error)
 
     # --- what the machine wants ---------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ class DataPlane:
         return self.copies.register(registration)
 
     def replace(self, registration: Registration) -> None:
-        """The same tensors elsewhere, or without memory."""
+        """Replace the registration: the same tensors at other addresses, or without memory."""
         self.forget_incoming()
         self.vacated, self.registration = None, registration
 
@@ -255,7 +255,7 @@ class DataPlane:
             self.begin_for(incoming.key, partial(self._withdrawn, incoming.key))
 
     def touched(self, ticket: Ticket, grant: Grant, content: Content) -> None:
-        """In the loop, once: the read may be writing. What the memory held before is gone."""
+        """Called in the loop, once: the read may be writing. What the memory held before is gone."""
         if not grant.to_host:
             if self.incoming is content:
                 if self.content is not None:
@@ -280,7 +280,7 @@ class DataPlane:
             reading.measuring = self._loop.call_soon(self._measure, reading)
 
     def _measure(self, reading: OpenRead) -> None:
-        """In the loop, now and then: tell how it goes."""
+        """Called in the loop at intervals: report the progress."""
         if self._reading is reading and reading.way is not None and reading.meter is not None:
             way, found = reading.way, reading.meter.look()
             rate, arrived = found.rate_bytes_per_s, found.arrived_bytes
@@ -297,14 +297,14 @@ class DataPlane:
         self._stored(content)
 
     def _stored(self, content: Content | None) -> None:
-        """In a transport's thread: wake the loop, unless it is about to look anyway."""
+        """Called in a transport's thread: wake the loop, unless it is about to look."""
         reading = self._reading
         if reading is not None and reading.content is content and not reading.is_waking:
             reading.is_waking = True
             self.wake(self._advanced, reading)
 
     def _advanced(self, reading: OpenRead) -> None:
-        """In the loop: tell how far it is, and look again in a while."""
+        """Called in the loop: report the progress, and schedule the next report."""
         if self._reading is reading:
             self._tell_progress(reading)
             reading.looking = self._loop.call_later(TELL_EVERY_S, self._look_again, reading)
@@ -324,7 +324,7 @@ class DataPlane:
             self.tell(ReadAdvanced(reading.grant.ticket, reading.told, progress.chunk_count))
 
     def _ended(self, reading: OpenRead, error: TensorHubError | None) -> None:
-        """In the loop, after the last byte of this read."""
+        """Called in the loop, after the last byte of this read."""
         if self._reading is not reading:
             return
         if reading.sink.shares and error is None and not reading.sink.is_stopped:
@@ -377,10 +377,10 @@ class DataPlane:
         self._background.begin(self._look_through(reading, registration))
 
     async def _look_through(self, reading: OpenRead, registration: Registration) -> None:
-        """Nothing of it counts before all of it was looked at."""
+        """Check the whole mapped copy before any chunk of it counts."""
         sink, version = reading.sink, reading.grant.version
         try:
-            content = await in_thread(lambda: self.copies.share(version, sink, registration), name="share")
+            content = await in_thread(lambda: self.copies.map_shared(version, sink, registration), name="share")
         except TensorHubError as error:
             self._ended(reading, error.with_traceback(None))
             return

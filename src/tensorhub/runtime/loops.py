@@ -62,7 +62,7 @@ class CrossThreadCall(Generic[T]):
         self._is_abandoned = False  # the loop knows
 
     def begin(self) -> None:
-        """From any thread."""
+        """Called from any thread."""
         self._loop.call_soon_threadsafe(self._begin)
 
     def abandon(self) -> None:
@@ -412,7 +412,7 @@ def loop_thread() -> LoopThread:
 
 
 def forget_after_fork() -> None:
-    """In a forked child: whatever the parent had is the parent's."""
+    """Called in a forked child: the loops belong to the parent."""
     global _current, _lock
     _lock = threading.RLock()
     if _current is not None:
@@ -477,7 +477,7 @@ def report_end(task: "asyncio.Task[None]") -> None:
 
 
 def _work(future: "asyncio.Future[T]", work: Callable[[], T]) -> None:
-    """In a thread: do it, and let the loop settle the future."""
+    """Called in a thread: does the work, and lets the loop settle the future."""
     value, error = None, None
     try:
         value = work()

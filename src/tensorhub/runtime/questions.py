@@ -1,4 +1,4 @@
-"""Questions to a server over plain HTTP, and what a version is for a process that holds nothing of it."""
+"""Questions to a server over plain HTTP, from processes that need not be workers."""
 
 import asyncio
 import random
@@ -58,7 +58,7 @@ def plain_spec(spec: Spec) -> Spec:
 
 
 def parse_number(version: Spec, what: str) -> Version:
-    """The version that is named by its number. Raises `UsageError` that says what needs one."""
+    """Parses a version number. Raises `UsageError`, which names what needs a number."""
     named = plain_spec(version)
     found = parse_spec(named) if isinstance(named, int) and not isinstance(named, bool) else None
     if found is None:
@@ -435,7 +435,7 @@ async def metadata_of(options: Options, model: str, spec: Spec, deadline: float)
 
 
 async def _fetch_metadata(options: Options, model: str, found: DescribedView, deadline: float) -> bytes:
-    """From the first holder that gives a manifest with the right root."""
+    """Fetches the metadata from the first holder whose manifest has the right root."""
     wrong: list[str] = []
     for source in found.sources:
         key = key_of(model, found.version, 0, on_host=source.from_host)

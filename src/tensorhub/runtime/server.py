@@ -120,7 +120,7 @@ class WorkerSocket:
             error.__traceback__ = None
 
     def cut(self) -> None:
-        """End it without a word."""
+        """Close the connection without a message."""
         self.is_cut = True
         if self._transport is not None:
             self._transport.abort()

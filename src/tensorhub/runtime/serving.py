@@ -228,7 +228,7 @@ class _Life:
         self._start = start
 
     def run(self) -> None:
-        """In its thread, to its end."""
+        """Runs in its thread until it ends."""
         block_sigpipe()
         try:
             with threads.named("it ran a server"), asyncio.Runner(loop_factory=inheritable_loop) as runner:
@@ -241,7 +241,7 @@ class _Life:
             self._note_tried()
 
     def stop(self) -> None:
-        """From any thread. Does not wait."""
+        """Called from any thread. Does not wait."""
         if self.loop is not None and self._stop is not None:
             with contextlib.suppress(RuntimeError):  # it has just ended by itself
                 self.loop.call_soon_threadsafe(self._stop.set)

@@ -119,7 +119,7 @@ class SourceRead:
         return self.before_bytes + (self.read.arrived_bytes if self.read is not None else 0)
 
     def log_end(self, me: WorkerId) -> None:
-        """For people: how it went."""
+        """Log the end of the read."""
         if self.way is None or self.meter is None or self.read is None or not self.read.received_bytes:
             return
         found = self.meter.average()
@@ -290,7 +290,7 @@ class TileReading:
             self.loop.call_soon(self._handled, one, sink, error.with_traceback(None))
 
     def _read_over(self, one: SourceRead, sink: Looking | TrustedTileSink, error: TensorHubError | None) -> None:
-        """In the loop, after the last byte."""
+        """Called in the loop, after the last byte."""
         if one.sink is not sink or one.read is None:
             return
         self.data.received.count(one)
@@ -362,21 +362,21 @@ class TileReading:
         self.data.tell(self._ending)
 
     def let_go(self) -> None:
-        """Nothing of it runs or is held any more."""
+        """Release everything: no thread of the read runs any more."""
         self.state = State.OVER
         self._touch.let_go()
         for timer in self.timers.values():
             timer.cancel()
 
     def _touched(self) -> None:
-        """In the loop, once."""
+        """Called in the loop, once: the read may be writing."""
         if self.content is not None and self.state is not State.OVER:
             self.data.touched(self.ticket, self.grant, self.content)
 
     # --- how it goes --------------------------------------------------------------------------------------------------
 
     def stored(self) -> None:
-        """In a transport's thread: more is in place. Wakes the loop, unless it is about to look anyway."""
+        """Called in a transport's thread: more bytes are in place. Wakes the loop, unless it is about to look."""
         if not self._is_waking:
             self._is_waking = True
             self.data.wake(self._look_at_progress)
@@ -405,7 +405,7 @@ class TileReading:
             self.data.tell(ReadAdvanced(self.ticket, self._told_prefix, progress.chunk_count))
 
     def _measure(self) -> None:
-        """In the loop, now and then."""
+        """Called in the loop at intervals."""
         if self.state is State.OVER:
             return
         self.timers["measure"] = self.loop.call_later(MEASURE_EVERY_S, self._measure)
@@ -556,7 +556,7 @@ class TilePlane:
             reading.let_go()
 
     def _stored(self, content: Content | None) -> None:
-        """In a transport's thread."""
+        """Called in a transport's thread."""
         reading = self.reading
         if reading is not None and reading.content is content:
             reading.stored()

@@ -39,7 +39,7 @@ def _fetches(state: State, model: Model, member: Member, latest: Version) -> boo
 
 
 def is_elected(state: State, model: Model, record: VersionRecord, member: Member) -> bool:
-    """The member is to fetch the version ahead for its site, which has nothing of it."""
+    """True if its site lacks the version, and this member fetches it ahead of a call for the site."""
     site, key = member.hello.site, member.layout_key
     if len(model.sites) < 2 or not _is_able(state, model, member, record):
         return False

@@ -172,7 +172,7 @@ class Server:
         return status_of(self.state)
 
     def status_steps(self, *, now: float) -> Steps:
-        """The same in small steps, between which the server may go on."""
+        """Builds the status in small steps. The server may handle messages between them."""
         self._advance_clock(now)
         return status_steps(self.state)
 

@@ -554,7 +554,7 @@ def interests_of(
         found += [
             references_of(version, each) for version in kept for layout_set in model.layout_sets for each in layout_set
         ]
-    if retention.leaves_last(state, model, member):  # until others have what they are on their way to, or give it up
+    if retention.updates_last(state, model, member):  # until others have what they are on their way to, or give it up
         found.append(ARRIVALS)
         if call is not None and call.version is not None:
             found += [

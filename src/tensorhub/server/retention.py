@@ -186,8 +186,8 @@ def _wants_to_leave(member: Member, version: Version) -> bool:
     return isinstance(member.content.buffer, Withdrawing) and member.holds_until_told(version)
 
 
-def leaves_last(state: State, model: Model, member: Member) -> bool:
-    """It has no room for a copy, and reads nothing until another replica has the newer version."""
+def updates_last(state: State, model: Model, member: Member) -> bool:
+    """The member reads nothing until another replica has the newer version, because it has no room for a copy."""
     version = version_to_offload(state, model, member)
     return version is not None and not _has_room(member, version) and not _makes_room(state, member)
 

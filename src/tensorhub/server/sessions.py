@@ -244,9 +244,9 @@ def _count_failure(state: State, reader: Member, failure: TicketFailure, reads: 
     reader.reads_without_progress += 1
     if reader.reads_without_progress % TRIES_A_TURN == 0:
         model = state.models[reader.hello.model]
-        state.mark_waiting_dirty(model, NEWS)  # another one may be elected
+        state.mark_waiting_dirty(model, NEWS)  # the server may elect another worker
         if model.closing and reader.told is not None and reader.told.fetch is not None:
-            state.mark_everyone_dirty(model)  # or be chosen for a handover
+            state.mark_everyone_dirty(model)  # or choose another one for a handover
     failed = tries.sources.setdefault(failure.source, FailedSource(0.0, 0))
     failed.times += 1
     read = next((read for read in reads if read.ticket == failure.ticket), None)
@@ -470,7 +470,7 @@ def is_progress(report: Report, before: Report) -> bool:
 
 
 def _is_same_beside(report: Report, before: Report) -> bool:
-    """The same call, and everything else but its buffer and its read."""
+    """Both reports agree in all fields except the buffer and the read."""
     return (
         report.call == before.call
         and (report.ended, report.finished) == (before.ended, before.finished)

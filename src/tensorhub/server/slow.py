@@ -69,7 +69,7 @@ class Slow(NamedTuple):
 
 
 def window_s(state: State) -> float:
-    """Over how long a read is judged: `slow_s`, or longer where workers report seldom."""
+    """Over how long a read is measured: `slow_s`, or longer where workers report seldom."""
     return max(state.settings.slow_s, REPORTS * state.report_s)
 
 

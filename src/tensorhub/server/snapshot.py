@@ -115,7 +115,10 @@ def status_of(state: State) -> Status:
 
 
 def status_steps(state: State) -> Steps:
-    """The same in small steps, between which the server may go on: each replica is shown as it was at its step."""
+    """Builds the status in small steps. The server may handle messages between them.
+
+    Each replica is shown as it was at its step.
+    """
     models = []
     for _, model in sorted(state.models.items()):
         models.append((yield from _model(state, model)))

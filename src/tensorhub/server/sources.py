@@ -28,7 +28,7 @@ class Wanted(NamedTuple):
 def wanted_read(state: State, model: Model, replica: Replica, member: Member) -> Wanted | None:
     """What this worker should be reading now, and can. Its caller's call comes before what is fetched ahead."""
     version = facts.wanted_version(replica, member)
-    if retention.leaves_last(state, model, member):
+    if retention.updates_last(state, model, member):
         return None
     if version is None or member.holds(version) or member.can_fill_itself(version):
         version = retention.version_to_fetch(state, model, replica, member)

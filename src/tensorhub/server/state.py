@@ -313,7 +313,7 @@ FILLS = ("replicate", "update")
 
 
 def is_silent(state: State, member: Member) -> bool:
-    """Nothing has come from it for more than two reports."""
+    """True if it has missed more than two reports."""
     return state.now > member.silent_at
 
 

@@ -18,7 +18,7 @@ from ..protocol.errors import TensorHubError, TransportMissing
 from .ranges import Batches
 from .tcp import wire as tcp_wire
 from .tcp.reader import Job, Stream
-from .tcp.server import Served, TcpServer
+from .tcp.server import ServedExport, TcpServer
 from .tcp.wire import Garbled, Refusal, Vanished, Welcome, Wire
 
 READY, MEMORY_FRAME = 16, 17
@@ -31,7 +31,7 @@ class AnnouncingServer(TcpServer):
 
     is_announcing = True
 
-    def send(self, wire: Wire, served: Served, start: int, stop: int) -> int:
+    def send(self, wire: Wire, served: ServedExport, start: int, stop: int) -> int:
         """Announce all of [start, stop) that is there, up to the first gap."""
         progress = served.export.progress
         end = start + 1
@@ -44,7 +44,7 @@ class AnnouncingServer(TcpServer):
         """Say that chunks, or batches, [start, stop) are there."""
         wire.send_frame(READY, start, [COUNT.pack(stop - start)])
 
-    def heard(self, wire: Wire, served: Served, number: int) -> None:
+    def heard(self, wire: Wire, served: ServedExport, number: int) -> None:
         """The reader has read that many bytes on this connection, so it says."""
         with self._changed:
             news = number - served.inside.get(wire, 0)

@@ -173,13 +173,13 @@ class Progress:
 
 # --- What every transport offers: memory is exported under a key, and a peer reads it chunk by chunk.
 #
-# A *key* is an opaque string, a *manifest* opaque bytes that travel ahead of the chunks. The `Sink` judges each chunk.
+# A *key* is an opaque string, a *manifest* opaque bytes that travel ahead of the chunks. The `Sink` checks each chunk.
 # Rules, which one contract suite checks for every transport:
 # 1. A chunk is sent only when the export's `Progress` has it. A source that is itself filling serves what it has, and
 #    the rest as it comes, in the order its reader asked for.
 # 2. When `Read.on_end` is called, or `Transport.withdraw` has returned, no thread of this transport touches that memory
 #    again. A reader that fetches the bytes itself cannot be called back: nothing that it reads once `withdraw` has
-#    begun to return counts, and the sink does not judge it.
+#    begun to return counts, and the sink does not check it.
 # 3. No wait is unbounded: a peer that says nothing for `silence_s` is lost. A source that has nothing to send says so
 #    at least every `silence_s / 4`.
 # 4. Whatever a peer sends, only its own connection suffers.
@@ -226,7 +226,7 @@ class Scarce(Protocol):
 
 
 class Sink(Protocol):
-    """Where a read puts its bytes; judges them. Called from the transport's threads, several at once."""
+    """Stores the bytes of a read, and checks them. Called from the transport's threads, several at once."""
 
     @property
     def is_cross_site(self) -> bool:
@@ -268,7 +268,7 @@ class Sink(Protocol):
 
 @dataclass(frozen=True)
 class Terms:
-    """What a transport must know to judge chunks by itself, without asking the sink for each."""
+    """What a transport must know to check chunks by itself, without asking the sink for each."""
 
     digests: bytes | None  # xxh3-128 of every chunk, one after another; None: bytes are taken unchecked
     progress: Progress  # marked with every chunk that counts
@@ -279,7 +279,7 @@ class Terms:
 
 @runtime_checkable
 class Trusting(Protocol):
-    """A sink that lets the transport judge, where the bytes move without the interpreter.
+    """A sink that lets the transport check, where the bytes move without the interpreter.
 
     Such a transport calls `begin`, `touch` once before the first byte is written, and then only `told`; and when a
     chunk is wrong or nothing counts any more, `accept` or `check`, which say it in the sink's words.
@@ -300,7 +300,7 @@ class Trusting(Protocol):
 
 @runtime_checkable
 class Taking(Protocol):
-    """A sink of chunks that are in place when they are judged, because a device or the hardware has put them there."""
+    """A sink of chunks that are in place when they are checked, because a device or the hardware has put them there."""
 
     def take(self, chunks: range, digests: bytes | None) -> None:
         """Judge them, and count those that are right. Raises `CorruptTransfer` for the first that is not.
@@ -340,7 +340,7 @@ class Read(Protocol):
 
     @property
     def arrived_bytes(self) -> int:
-        """The same with what has come of chunks under way, where that can be seen: it tells a slow source from none."""
+        """Bytes received, including parts of chunks if known. They tell a slow source from a silent one."""
         ...
 
     @property
@@ -368,7 +368,7 @@ class Transport(Protocol):
         ...
 
     def withdraw_unread(self, key: str) -> bool:
-        """The same if no peer reads it now: returns at once, and whether that is so. Else nothing has changed."""
+        """Withdraw the export only if no peer reads it now. Returns at once; true if it is withdrawn."""
         ...
 
     def why_not(self, endpoint: str) -> str | None:

@@ -19,7 +19,7 @@ What is said over a unix socket, after the greetings and the manifest:
     source  READY    as `announcing` says. Through a ring, these chunks fill the next slot
 
 A ring has two slots, used in turn: the source fills one while the reader copies from the other. Each request says how
-many bytes the reader has read, and so which slots are free. The reader judges what it has copied when no further slot
+many bytes the reader has read, and so which slots are free. The reader checks what it has copied when no further slot
 is filled, or after `RING_WINDOW_BYTES`. A source that is stopped feeds no ring, and is lost after `silence_s`.
 
 Why what was read is right: a chunk counts only if the source's seal was seen after the copy, as with `local`, and if
@@ -64,7 +64,7 @@ from .ranges import Addresses, Piecewise
 from .sealed import Foreign, Unmappable, scratch
 from .tcp import wire as tcp_wire
 from .tcp.reader import Job, Stream, TcpRead
-from .tcp.server import Conversation, Served, TcpServer
+from .tcp.server import Conversation, ServedExport, TcpServer
 from .tcp.settings import MIB, TcpSettings
 from .tcp.wire import Garbled, Hello, Refusal, Vanished, Wire
 from .threads import Thread, opening, scope, start, track
@@ -82,7 +82,7 @@ PATHS = {
 SIZES = struct.Struct("=QQ")  # of a ring: bytes in a slot, slots
 SLOTS = 2
 MAX_RING_BYTES = 1 << 34
-RING_WINDOW_BYTES = 512 * MIB  # copied through a ring, then judged together: their chains run beside each other
+RING_WINDOW_BYTES = 512 * MIB  # copied through a ring, then checked together: their chains run beside each other
 RINGS = 4  # of `ring_bytes`: what all rings of a source take together
 ID_BYTES = 16
 MAX_HANDLES_BYTES = 16 << 20
@@ -95,7 +95,7 @@ class CudaSettings:
 
     token: str | None = field(default=None, repr=False)  # that a reader must show, besides being of the same user
     silence_s: float = 5.0  # as tcp's: the keepalive comes every 1.25 s
-    window_bytes: int = 4096 * MIB  # copied in kernels of 0.2 ms, 3 ms in all on an H200, then judged and served on
+    window_bytes: int = 4096 * MIB  # copied in kernels of 0.2 ms, 3 ms in all on an H200, then checked and served on
     ring_bytes: int = 512 * MIB  # of one reader's ring; a quarter of it of pinned memory, and of what is read
     device_share: float = 1.0  # of the time: after a window that took t, a reader waits t * (1 - share) / share
 
@@ -172,7 +172,7 @@ class Watch:
                     _log.exception("what was due when a peer let go has failed")
 
     def _end(self) -> None:
-        """With the lock held."""
+        """Close the wake-up. The caller holds the lock."""
         assert self._wake is not None
         self._wake.close()
         self._wake = None
@@ -272,7 +272,7 @@ class Feed:
         self._sent_bytes = self._read_bytes = 0
 
     def let_go(self) -> None:
-        """By each of the two, once."""
+        """Release the ring. Each of its two users calls this once; the second call closes it."""
         with self._lock:
             self._users -= 1
             is_last = self._users == 0
@@ -289,7 +289,7 @@ class Feed:
         self._filled.append(self._sent_bytes)
 
     def note_read(self, read_bytes: int) -> None:
-        """So many bytes the reader has read in all. Raises `Garbled`."""
+        """Note how many bytes the reader has read in all. Raises `Garbled`."""
         if not self._read_bytes <= read_bytes <= self._sent_bytes:
             raise Garbled(f"{read_bytes} B were read, after {self._read_bytes} B, of {self._sent_bytes} B")
         self._read_bytes = read_bytes
@@ -319,14 +319,14 @@ class CudaServer(LocalServer):
         self._feeding = threading.Lock()  # one ring is made at a time, so that their sum has a limit
         super().__init__(settings, place)
 
-    def make_served(self, export: Export) -> Served:
+    def make_served_export(self, export: Export) -> ServedExport:
         return CudaServed(export)
 
-    def why_not(self, served: Served) -> Refusal | None:
+    def why_not(self, served: ServedExport) -> Refusal | None:
         assert isinstance(served, CudaServed)
         return None if served.is_on_device else Refusal("memory", "its tensors are not all on a device")
 
-    def introduce(self, wire: Wire, served: Served, hello: Hello) -> None:
+    def introduce(self, wire: Wire, served: ServedExport, hello: Hello) -> None:
         """The manifest, and the memory."""
         assert isinstance(served, LocalServed)
         AnnouncingServer.introduce(self, wire, served, hello)
@@ -351,7 +351,7 @@ class CudaServer(LocalServer):
             registration, lifeline = self._lifelines[stream]
             return registration, _copy_of(lifeline.descriptors()[0])
 
-    def _agree(self, wire: Wire, served: Served, pipe: int, *, may_feed: bool) -> None:
+    def _agree(self, wire: Wire, served: ServedExport, pipe: int, *, may_feed: bool) -> None:
         """Offer ways until the reader takes one. It closes the other end of `pipe` once it has nothing open any more.
 
         That end is watched before anything is offered, so that nothing else has to give it up.
@@ -368,7 +368,7 @@ class CudaServer(LocalServer):
             self._drop_feed(wire)
             way = _asked_way(wire, after=self._offer(wire, served, way, offered, may_feed=may_feed))
 
-    def _offer(self, wire: Wire, served: Served, way: int, offered: Offered, *, may_feed: bool) -> int:
+    def _offer(self, wire: Wire, served: ServedExport, way: int, offered: Offered, *, may_feed: bool) -> int:
         """Offer this way, or the next that can be, and return it. Raises `Garbled` where there is none."""
         reasons = []
         for each in range(way, PINNED + 1 if may_feed else RING):
@@ -382,7 +382,7 @@ class CudaServer(LocalServer):
                 reasons.append(str(error))
         raise Garbled("; ".join(reasons) or "parts of chunks go through no ring", "memory")
 
-    def _offer_memory(self, wire: Wire, served: Served, offered: Offered) -> None:
+    def _offer_memory(self, wire: Wire, served: ServedExport, offered: Offered) -> None:
         assert isinstance(served.export.stream, OnDevice)
         shared = served.export.stream.share()
         if len(shared.body) > MAX_HANDLES_BYTES:
@@ -390,7 +390,7 @@ class CudaServer(LocalServer):
         offered.keep(lambda: shared)  # known there, it lasts
         wire.send_frame(OFFER, MEMORY, [shared.body])
 
-    def _offer_ring(self, wire: Wire, served: Served, way: int, offered: Offered) -> None:
+    def _offer_ring(self, wire: Wire, served: ServedExport, way: int, offered: Offered) -> None:
         while not self._feeding.acquire(timeout=self._settings.silence_s / 4):
             wire.send_frame(tcp_wire.WAITING)
         try:
@@ -409,7 +409,7 @@ class CudaServer(LocalServer):
             raise Garbled("too many descriptors are on their way", "short")
 
     def _make_ring(self, export: Export, way: int, room_bytes: int) -> Ring:
-        """As large as is worth it for this content; smaller where the device is nearly full."""
+        """Make a ring of the best size for this content; smaller if the device is nearly full."""
         size_bytes, chunk_bytes, stream = export.stream.size_bytes, export.chunk_bytes, export.stream
         assert isinstance(stream, OnDevice)
         worth = min(self._ring_bytes if way == RING else self._ring_bytes // 4, room_bytes // 2, size_bytes // 4)
@@ -436,10 +436,10 @@ class CudaServer(LocalServer):
 
     # -- through a ring ------------------------------------------------------------------------------------------------
 
-    def conversation(self, wire: Wire, served: Served, keepalive_s: float) -> Conversation | None:
+    def conversation(self, wire: Wire, served: ServedExport, keepalive_s: float) -> Conversation | None:
         return None if wire in self._feeds else super().conversation(wire, served, keepalive_s)
 
-    def asked(self, wire: Wire, served: Served) -> Iterator[tuple[int, int]]:
+    def asked(self, wire: Wire, served: ServedExport) -> Iterator[tuple[int, int]]:
         feed = self._feeds.get(wire)
         if feed is None:
             yield from super().asked(wire, served)
@@ -449,7 +449,7 @@ class CudaServer(LocalServer):
                 yield feed.asked.popleft()
             self._hear(wire, served, feed)
 
-    def _hear(self, wire: Wire, served: Served, feed: Feed) -> None:
+    def _hear(self, wire: Wire, served: ServedExport, feed: Feed) -> None:
         """The reader's next words: what it has read, and perhaps what it wants besides."""
         read_bytes, ranges = wire.receive_want(served.chunk_count)
         feed.note_read(read_bytes)
@@ -458,7 +458,7 @@ class CudaServer(LocalServer):
         if len(feed.asked) > ASK_CHUNKS:
             raise Garbled(f"{len(feed.asked)} ranges are asked for at once")
 
-    def send(self, wire: Wire, served: Served, start: int, stop: int) -> int:
+    def send(self, wire: Wire, served: ServedExport, start: int, stop: int) -> int:
         """Fill the next slot with chunks from `start` on, as far as they are there, and say so."""
         feed = self._feeds.get(wire)
         if feed is None:
@@ -672,12 +672,12 @@ class CudaStream(ReceivingStream):
         self._source = opened
 
     def let_go(self) -> None:
-        """Nothing is copied any more."""
+        """Release the memory: no copy runs any more."""
         ring, self._ring, self._source = self._ring, None, None
         if ring is not None:
             ring.close()
 
-    def mover_for(self, wanted: Sequence[int], streams: int) -> None:
+    def make_mover(self, wanted: Sequence[int], streams: int) -> None:
         """The device moves the bytes."""
 
     def pump(self) -> None:
@@ -716,7 +716,7 @@ class CudaStream(ReceivingStream):
         return count
 
     def _take_slots(self, asked: Sequence[int], at: int, ring: Ring) -> int:
-        """Copy slots until the next one is not filled, and judge them together: the source fills others meanwhile.
+        """Copy slots until the next one is not filled, and check them together: the source fills others meanwhile.
 
         Their chunks follow each other from `asked[at]` on. Returns how many.
         """

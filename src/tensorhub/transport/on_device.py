@@ -13,9 +13,9 @@ from ..protocol.errors import TransportMissing
 from ..protocol.manifest import DIGEST_BYTES
 from .announcing import AnnouncedStream
 from .base import ByteStream, Sink
-from .ranges import Batches, Counting, Piecewise, Scatter
+from .ranges import Batches, Piecewise, Scatter, TrustingBatches
 
-WINDOWS = 2  # of a landing that are under way at a time: the device gathers one while the host judges the other
+WINDOWS = 2  # of a landing that are under way at a time: the device gathers one while the host checks the other
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class RingMemory(Protocol):
         ...
 
     def close(self) -> None:
-        """Nothing is copied there any more. Idempotent."""
+        """Release the memory: no copy runs there any more. Idempotent."""
         ...
 
 
@@ -88,15 +88,15 @@ class OnDevice(Protocol):
 
     @property
     def is_on_device(self) -> bool:
-        """All of them do, and the device can copy and digest them."""
+        """True if all bytes lie on one device that can copy and digest them."""
         ...
 
     def share(self) -> Shared:
-        """For all readers. Raises `TransportMissing` where this memory cannot be shared."""
+        """Share the memory with all readers. Raises `TransportMissing` where this memory cannot be shared."""
         ...
 
     def open(self, body: bytes) -> Opened:
-        """What another process has shared. Raises `TransportMissing`, or `ValueError` where it is malformed."""
+        """Open memory that another process has shared. Raises `TransportMissing`, or `ValueError`: malformed."""
         ...
 
     def make_ring(self, size_bytes: int) -> RingMemory:
@@ -104,11 +104,11 @@ class OnDevice(Protocol):
         ...
 
     def open_ring(self, handle: bytes, size_bytes: int) -> RingMemory:
-        """What another process has made. Raises `TransportMissing`, or `ValueError` where it is malformed."""
+        """Open a ring that another process has made. Raises `TransportMissing`, or `ValueError`: malformed."""
         ...
 
     def pin_ring(self, address: int, size_bytes: int) -> RingMemory:
-        """Memory of the host, which stays mapped there until this is closed. Raises `TransportMissing`."""
+        """Pin host memory as a ring. It must stay mapped until the ring is closed. Raises `TransportMissing`."""
         ...
 
     def copy_to(self, target: Opened, start: int, stop: int, chunk_bytes: int) -> None:
@@ -152,7 +152,7 @@ TELL_EVERY_S = 0.05  # a sink looks at all that is missing when it is told
 
 def target_of(sink: Sink) -> OnDevice | None:
     """The registered tensors that pieces belong to. None: the sink wants none. Raises `TransportMissing`."""
-    if not isinstance(sink, Counting):
+    if not isinstance(sink, TrustingBatches):
         return None
     terms = sink.terms()
     target = on_device(terms.scatter.stream) if terms is not None and terms.scatter is not None else None
@@ -191,7 +191,7 @@ class _Reading:
     ) -> None:
         job, sink, target = stream.job, stream.job.sink, target_of(stream.job.sink)
         assert target is not None
-        assert isinstance(sink, Counting)
+        assert isinstance(sink, TrustingBatches)
         terms = sink.terms()
         assert terms is not None
         assert terms.scatter is not None
@@ -238,7 +238,7 @@ class _Reading:
         size_bytes = job.span(window[-1])[1] - job.span(window[0])[0]
         stream.note_read(size_bytes, is_last=is_last)
         job.count_received(size_bytes, len(window))
-        self._judge(window, digests)
+        self._check(window, digests)
         job.sink.touch()
         self.landing.scatter()
         self._sink.count(window)
@@ -249,7 +249,7 @@ class _Reading:
         if self._rest is not None:
             self._rest(time.monotonic() - self._began)
 
-    def _judge(self, window: range, digests: bytes) -> None:
+    def _check(self, window: range, digests: bytes) -> None:
         """Raises for the first tile that is not as announced."""
         if self._digests is None:
             return

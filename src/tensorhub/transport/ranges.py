@@ -25,7 +25,7 @@ Range = tuple[int, int]  # offset or address, and length in bytes
 
 
 def flat(buffer: bytes | memoryview) -> memoryview:
-    """The same memory as bytes in one dimension."""
+    """A view of the same memory as bytes in one dimension."""
     view = buffer if isinstance(buffer, memoryview) else memoryview(buffer)
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
@@ -37,7 +37,7 @@ def one_call(pending: list[memoryview], first: int) -> list[memoryview]:
 
 
 def size_of(buffer: bytes | memoryview) -> int:
-    """In bytes."""
+    """The size of the buffer in bytes."""
     return buffer.nbytes if isinstance(buffer, memoryview) else len(buffer)
 
 
@@ -89,7 +89,7 @@ class Addresses:
         return len(self.starts)
 
     def encode(self) -> bytes:
-        """For another process of this machine."""
+        """Encodes it for another process of this machine."""
         return self.pairs.tobytes()
 
     @classmethod
@@ -384,7 +384,7 @@ def starts_of(sizes: Sequence[int]) -> "array[int]":
 
 # --- Batches: what a reader of another layout wants of one source.
 #
-# A tile lies in rows of the source's stream. A few whole tiles make a *batch*, which is asked for, sent, judged and
+# A tile lies in rows of the source's stream. A few whole tiles make a *batch*, which is asked for, sent, checked and
 # counted by its number, as a chunk is. Each tile has a digest of its own.
 #
 #     reader  PIECES    once on each connection, after the greetings and the manifest: its batches
@@ -474,7 +474,7 @@ class Batches:
         return replace(self, flags=bytes(flags))
 
     def encode(self) -> bytes:
-        """As it travels."""
+        """Encodes it for the wire."""
         heads = (b - a | flag << FLAG_SHIFT for (a, b), flag in zip(pairwise(self.first_row), self.flags, strict=True))
         words = array("Q", [len(self), len(self.rows), *heads])
         words += self.rows.words
@@ -529,13 +529,13 @@ class Room:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Scatter:
-    """Where batches belong at a reader: for a transport that judges them and puts them into place by itself."""
+    """Where batches belong at a reader: for a transport that checks them and puts them into place by itself."""
 
     stream: ByteStream  # the registered tensors
     ours: Rows  # of that stream: where bytes of the batches' stream belong. Nothing for a batch that is kept in part
     first_tile: "array[int]"  # [batches + 1]
     tiles: "array[int]"  # [tiles + 1] where each begins in the batches' stream
-    is_kept: bytes  # [batches] 1: it goes into scratch memory, is judged there, and parts of it are kept
+    is_kept: bytes  # [batches] 1: it goes into scratch memory, is checked there, and parts of it are kept
     keeps: "array[int]"  # nine for each part: place in the batch and in `stream`, run, and two loops (`reshard`)
     first_keep: "array[int]"  # [batches + 1]
     turns: "array[int]"  # rows of a batch that is kept: how a tile that comes in another order is gone through
@@ -543,15 +543,15 @@ class Scatter:
 
 
 @runtime_checkable
-class Counting(Protocol):
-    """A sink of pieces that a device may judge. Its `terms` are known before it begins."""
+class TrustingBatches(Protocol):
+    """A sink that lets the transport check batches. Its `terms` are known before it begins."""
 
     def terms(self) -> Terms | None: ...
 
     def told(self, size_bytes: int) -> None: ...
 
     def count(self, batches: range) -> None:
-        """The transport has judged them by `terms`, and put them in place: they count from now on."""
+        """Count these batches: the transport has checked them by `terms` and put them in place."""
         ...
 
 
@@ -559,7 +559,7 @@ class Counting(Protocol):
 class Piecewise(Protocol):
     """A sink that wants pieces. Its `stream` is the batches', its chunks are batches, `chunk_bytes` the largest.
 
-    `begin` returns numbers of batches. `accept` judges each tile of one, and `stored` says that it is in place: also of
+    `begin` returns numbers of batches. `accept` checks each tile of one, and `stored` says that it is in place: also of
     tiles that are kept in part, which `stream.writing` gives scratch memory for.
     """
 

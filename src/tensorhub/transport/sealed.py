@@ -276,7 +276,7 @@ def _know(region: Region, mapping: Mapping | Foreign) -> None:
 
 
 def _begin_anew() -> None:
-    """In a forked child: another thread may have had the lock, and nothing of what its parent made can be mapped.
+    """Called in a forked child: another thread may have held the lock. No memory of the parent can be mapped.
 
     Where that lay something else may lie by now.
     """
@@ -312,7 +312,7 @@ def large_of(addresses: Addresses) -> "ctypes._Pointer[shapes.Large] | None":
 
 
 def moved_to(addresses: Addresses, regions: Sequence[tuple[int, int, int]]) -> Addresses:
-    """The same bytes where they are mapped, by (address there, size, address here).
+    """Translates addresses to the mapping of the same bytes, by (address there, size, address here).
 
     Raises `ValueError` if not all are.
     """

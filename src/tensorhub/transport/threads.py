@@ -87,8 +87,8 @@ def scope(
 
 # --- Shortages: descriptors, memory and threads that this machine refuses now. A later try may have them.
 #
-# An error for want of these is an `Unavailable` wherever it arises: no transport is missing, no source is bad. The last
-# shortage is named where a call has run out of time.
+# A shortage is an `Unavailable` wherever it arises: no transport is missing, no source is bad. A call that runs out of
+# time names the last shortage.
 
 
 RECENT_S = 60.0  # what was refused longer ago explains nothing
@@ -147,7 +147,7 @@ def _lacks_memory() -> bool:
 
 
 def note(error: BaseException, *, did: str) -> None:
-    """Something failed here. It is remembered if that was for want of something that this machine has too little of."""
+    """Something failed here. It is remembered if this machine has too little of a resource."""
     global _last
     if is_shortage(error):
         text = "out of memory" if isinstance(error, MemoryError) else getattr(error, "strerror", None) or error
@@ -209,8 +209,8 @@ def recent() -> tuple[str, str]:
 
 # --- Threads that are known to have started.
 #
-# `threading` waits without a limit for the word of a new thread, and a thread that dies for want of memory never says
-# it. `Thread` waits for a first step, and not for ever. A thread that was given up does nothing.
+# `threading` waits without a limit until a new thread reports its start. A thread that dies because memory is short
+# never reports it. `Thread` waits for a first step, with a limit. A thread that was given up does nothing.
 
 
 START_S = 2.5  # a thread begins within 0.1 s beside ten busy ones; a shared machine stands still for seconds
@@ -282,7 +282,7 @@ class Holder(Protocol):
     """An owner of descriptors."""
 
     def descriptors(self) -> Iterable[int]:
-        """Those that are open now; negative ones do not count."""
+        """The file descriptors that are open now; negative numbers do not count."""
         ...
 
 
@@ -320,20 +320,20 @@ def track(holder: Holder) -> None:
 
 
 def _wait_until_known() -> None:
-    """In the thread that forks, before."""
+    """Called before a fork, in the thread that forks."""
     _here.has_it = False
     _here.has_it = _opening.acquire(timeout=MAX_WAIT_S)
 
 
 def _go_on() -> None:
-    """In the parent, after."""
+    """Called after a fork, in the parent."""
     if _here.has_it:
         _here.has_it = False
         _opening.release()
 
 
 def _let_go() -> None:
-    """In a child, before any code of its own."""
+    """Called after a fork, in the child, before other code runs."""
     global _opening
     _opening = threading.RLock()  # the thread that was inside is not here
     found = [sock.fileno() for sock in list(_sockets)]

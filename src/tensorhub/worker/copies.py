@@ -39,7 +39,7 @@ class Dropping:
 
 
 @dataclass
-class HostCopies:
+class HostCopyRecords:
     """Host copies by version, and the one that may be being copied from or to the buffer."""
 
     max_copies: int = 0  # of the present tensors: so many the limit on host memory allows
@@ -129,7 +129,7 @@ class HostCopies:
             self.leave(version, next_report=next_report)
 
     def for_report(self) -> tuple[HostCopy, ...]:
-        """As a report says it."""
+        """The host copies as the worker reports them."""
         return tuple(
             replace(
                 each,

@@ -220,10 +220,10 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class OpenRead:
-    """Fetch the manifest of the grant's version from each source and judge it, and write nothing; answer with
+    """Fetch the manifest of the grant's version from each source and check it, and write nothing; answer with
     `ReadOpened`, or with `ReadEnded` and why not. From then on peers may open the version here too.
 
-    Across layouts: derive the manifest of the registered layout from them, and judge whether they have all of that (a
+    Across layouts: derive the manifest of the registered layout from them, and check whether they have all of that (a
     `LayoutMismatch` names tensor and part)."""
 
     grant: Grant

@@ -24,7 +24,7 @@ from ..protocol.messages import (
 )
 from ..protocol.names import Digest, Number, Ticket, Version, WorkerId
 from .buffer import RegisteredMemory
-from .copies import HostCopies
+from .copies import HostCopyRecords
 from .events import Effect, Registered
 from .read_slot import ReadSlot
 
@@ -204,12 +204,12 @@ class Call:
         return is_news
 
     def again(self) -> "Call":
-        """The same call as the replica's next one."""
+        """Returns this call with the number of the replica's next call."""
         former = self.verb, self.spec, self.root, self.started, self.deadline
         return Call(*former, waits=self.waits, floor=self.floor)
 
     def for_report(self) -> CallReport | None:
-        """As a report says it."""
+        """The call as the worker reports it."""
         if self.number is None:
             return None
         return CallReport(
@@ -258,7 +258,7 @@ class WorkerState:
     # its parts
     memory: RegisteredMemory = field(init=False)
     slot: ReadSlot = field(init=False)
-    copies: HostCopies = field(default_factory=HostCopies)
+    copies: HostCopyRecords = field(default_factory=HostCopyRecords)
     book: ReportBook = field(default_factory=ReportBook)
 
     # what its caller wants

@@ -99,12 +99,12 @@ def new_name() -> str:
 
 
 def format_endpoint(place: Place, name: str, scheme: str = SCHEME) -> str:
-    """As peers are told."""
+    """Formats the endpoint as peers receive it."""
     return f"{scheme}://{format_place(place)}/{name}"
 
 
 def format_place(place: Place) -> str:
-    """The same for two workers only if nothing speaks against either reading the other."""
+    """Formats a place. Two workers have the same text only if each can read the other's memory."""
     return f"{place.boot}.{place.pid_namespace}.{place.network_namespace}.{place.user}"
 
 
@@ -185,7 +185,7 @@ class Seal:
         ctypes.memmove(self.address, self.value, SEAL_BYTES)
 
     def break_(self) -> None:
-        """From now on nothing that is read of this export counts."""
+        """Break the seal: no later read of this export counts."""
         ctypes.memset(self.address, 0, SEAL_BYTES)
 
 
@@ -345,7 +345,7 @@ class Received:
         track(self)
 
     def descriptors(self) -> list[int]:
-        """Those that are open now."""
+        """The file descriptors that are open now."""
         return self._numbers
 
     def receive(self, sock: socket.socket) -> tuple[bytes, int]:

@@ -14,12 +14,12 @@ from ...protocol.errors import TransportMissing, UsageError
 from ..announcing import MAX_MEMORY_BYTES, MEMORY_FRAME, AnnouncedJob, AnnouncedStream, AnnouncedTiles, AnnouncingServer
 from ..base import Export, OnEnd, Sink
 from ..native import load, shapes
-from ..native.reads import LOCAL_TILE_BYTES, Mover, mover_for
+from ..native.reads import LOCAL_TILE_BYTES, Mover, make_mover
 from ..ranges import Addresses, BadRow, Located, Piecewise, Placed, bare_addresses, table_of
 from ..sealed import Region, Sealed, Shared, Unmappable, moved_to, regions_of
 from ..tcp.addresses import wire_for
 from ..tcp.reader import Job, Stream, TcpRead, counted, opened
-from ..tcp.server import Served, TcpServer
+from ..tcp.server import ServedExport, TcpServer
 from ..tcp.settings import MIB, TcpSettings
 from ..tcp.transport import TcpTransport
 from ..tcp.wire import Garbled, Hello, Refusal, Vanished, Wire
@@ -63,7 +63,7 @@ CREDENTIALS = struct.Struct("@iII")  # struct ucred: process, user, group
 _BACKLOG = 1024
 
 
-class LocalServed(Served):
+class LocalServed(ServedExport):
     """An export with a seal; with two, once a reader maps it. Guarded by the server's lock as the rest is."""
 
     def __init__(self, export: Export) -> None:
@@ -108,7 +108,7 @@ class LocalServer(AnnouncingServer):
     def advertised(self, listening: Sequence[socket.socket]) -> str:
         return format_endpoint(self._place, self._name, self.kind)
 
-    def make_served(self, export: Export) -> Served:
+    def make_served_export(self, export: Export) -> ServedExport:
         return LocalServed(export)
 
     def why_refused(self, wire: Wire, hello: Hello) -> Refusal | None:
@@ -117,12 +117,12 @@ class LocalServer(AnnouncingServer):
             return Refusal("user", f"this worker runs as user {os.geteuid()}, its reader as user {user}")
         return super().why_refused(wire, hello)
 
-    def why_not(self, served: Served) -> Refusal | None:
+    def why_not(self, served: ServedExport) -> Refusal | None:
         if isinstance(served.export.stream, Located):
             return None
         return Refusal("memory", "its tensors are in a device's memory, which only that device's driver can read")
 
-    def introduce(self, wire: Wire, served: Served, hello: Hello) -> None:
+    def introduce(self, wire: Wire, served: ServedExport, hello: Hello) -> None:
         assert isinstance(served, LocalServed)
         super().introduce(wire, served, hello)
         stream = served.export.stream
@@ -170,7 +170,7 @@ def check_listener(wire: Wire, endpoint: str) -> None:
 
 # --- The reader: the tcp transport's, whose threads copy out of the source's memory by themselves.
 #
-# The seal is read after each chunk, before the sink judges it. Memory that the source hands over is mapped, and copied
+# The seal is read after each chunk, before the sink checks it. Memory that the source hands over is mapped, and copied
 # from there; nothing is asked of the source's process then.
 
 
@@ -377,14 +377,14 @@ class LocalStream(ReceivingStream):
             raise Garbled(f"{error}: what lies at these addresses was not handed over") from error
         self.prove(os.getpid(), addresses, mapped.seal_address, mapped.seal, is_mapped=True)
 
-    def mover_for(self, wanted: Sequence[int], streams: int) -> Mover | None:
+    def make_mover(self, wanted: Sequence[int], streams: int) -> Mover | None:
         if not self._remote.is_native:
             return None
         job = self.job
-        return mover_for(job.settings, job.sink, wanted, streams, LOCAL_TILE_BYTES, job.batches)
+        return make_mover(job.settings, job.sink, wanted, streams, LOCAL_TILE_BYTES, job.batches)
 
     def state_for(self, mover: Mover) -> shapes.StreamState:
-        """With whose memory is read, and where."""
+        """The state of the native read: the source process, and its addresses."""
         state = super().state_for(mover)
         self._remote.describe(state)
         return state
@@ -427,14 +427,14 @@ class LocalTiles(AnnouncedTiles, LocalStream):
     def sent_below_bytes(self) -> int:
         return 0 if self._remote.is_mapped else SENT_BELOW_BYTES
 
-    def mover_for(self, wanted: Sequence[int], streams: int) -> Mover | None:
+    def make_mover(self, wanted: Sequence[int], streams: int) -> Mover | None:
         if not wanted or load.library() is None:
             return None
         try:
             self._its.placed = Placed(self._batches.rows, self._remote.addresses)
         except BadRow:
             return None  # of several pieces of memory: Python goes through them
-        return super().mover_for(wanted, streams)
+        return super().make_mover(wanted, streams)
 
     def state_for(self, mover: Mover) -> shapes.StreamState:
         state, placed = super().state_for(mover), self._its.placed
@@ -474,7 +474,7 @@ class LocalSettings:
     allow_readers: bool = True  # under Yama's scope 1 only: without it no worker may read (as Open MPI and UCX do)
 
     def as_tcp(self) -> TcpSettings:
-        """For what is shared with the tcp transport."""
+        """The settings that it shares with the tcp transport."""
         return TcpSettings(
             token=self.token,
             silence_s=self.silence_s,

@@ -133,6 +133,6 @@ def why_not() -> str:
         return str(error)
 
 
-def forget() -> None:
-    """Look again at the next question: for tests, which try both ways in one process."""
+def reset() -> None:
+    """Drop the loaded library. The next question looks for it again. Tests use this to try both ways."""
     _loaded.cache_clear()

@@ -97,7 +97,7 @@ def _stretches(rows: Rows) -> list[tuple[int, int]]:
 
 
 def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same bytes in as few spans as can be, where each goes on where the one before ended."""
+    """Joins adjacent spans, so that the same bytes need fewer of them."""
     if not spans:
         return []
     gaps = [at for at, (one, other) in enumerate(pairwise(spans), start=1) if one[1] != other[0]]
@@ -113,7 +113,7 @@ def _are_within(rows: "array[int]", size_bytes: int) -> bool:
 
 
 def _placed_keeps(keeps: "array[int]", stream: ByteStream, scratch_bytes: int) -> "array[int] | None":
-    """The same with addresses to copy to. None if one reaches out of scratch memory, or of a piece of the stream."""
+    """Replaces offsets by addresses to copy to. None if one lies outside scratch memory, or outside a piece."""
     found = array("Q", keeps)
     if not _are_within(_side(found, FROM), scratch_bytes):
         return None
@@ -150,7 +150,7 @@ TCP_TILE_BYTES = 1 << 20
 
 
 class Mover:
-    """One read as the library sees it. Holds all memory that the library is given."""
+    """One read that the native library performs. Holds all memory that the library is given."""
 
     def __init__(
         self,
@@ -225,7 +225,7 @@ class Mover:
         self._library.stream_join(stream)
 
     def run(self, stream: shapes.StreamState) -> None:
-        """In this thread, without the interpreter."""
+        """Runs the read in this thread, without the interpreter lock."""
         self._library.stream_run(stream)
 
     def stop(self) -> None:
@@ -251,7 +251,7 @@ class Mover:
         return news
 
 
-def mover_for(
+def make_mover(
     settings: TcpSettings,
     sink: Sink,
     wanted: Sequence[int],

@@ -436,7 +436,7 @@ class Agent:
             self._changed.notify_all()
 
     def forget(self, reason: str) -> None:
-        """In a forked child: it is the parent's. No lock is taken, for its holder is not here."""
+        """Called in a forked child: the agent is the parent's. No lock is taken, for its holder is not here."""
         if self._native is not None:
             _let_live(self._native)
         self.ended, self._native = reason, None
@@ -674,7 +674,7 @@ class Agents:
                 agent.end("its worker closed")
 
     def forget(self) -> None:
-        """In a forked child."""
+        """Called in a forked child: forget the parent's agents."""
         for agent in (self._agent, *self._further):
             if agent is not None:
                 agent.forget("this process is a fork of the one that opened it")

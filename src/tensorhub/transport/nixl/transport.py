@@ -29,7 +29,7 @@ from ..tcp.addresses import SCHEME as TCP
 from ..tcp.addresses import Address, dial
 from ..tcp.addresses import parse_endpoint as parse_tcp_endpoint
 from ..tcp.reader import Job, Stream, TcpRead, counted, opened
-from ..tcp.server import Served, TcpServer
+from ..tcp.server import ServedExport, TcpServer
 from ..tcp.settings import MIB, TcpSettings
 from ..tcp.transport import TcpTransport
 from ..tcp.wire import Garbled, Hello, Refusal, Silent, Unreadable, Wire, WireError
@@ -81,7 +81,7 @@ class Memory(msgspec.Struct, frozen=True, array_like=True):
         return [Place(*place) for place in self.places]
 
 
-class NixlServed(Served):
+class NixlServed(ServedExport):
     """An export with a seal."""
 
     def __init__(self, export: Export, page: Page) -> None:
@@ -106,16 +106,16 @@ class NixlServer(AnnouncingServer):
     def advertised(self, listening: Sequence[socket.socket]) -> str:
         return SCHEME + super().advertised(listening).removeprefix(TCP)
 
-    def make_served(self, export: Export) -> Served:
+    def make_served_export(self, export: Export) -> ServedExport:
         return NixlServed(export, self._agents.seals)
 
-    def why_not(self, served: Served) -> Refusal | None:
+    def why_not(self, served: ServedExport) -> Refusal | None:
         if not isinstance(served.export.stream, Located | Placed):
             return Refusal("memory", "its tensors have no addresses that NIXL could be told")
         lacking = lacks_descriptors()
         return Refusal("short", lacking) if lacking else None
 
-    def introduce(self, wire: Wire, served: Served, hello: Hello) -> None:
+    def introduce(self, wire: Wire, served: ServedExport, hello: Hello) -> None:
         assert isinstance(served, NixlServed)
         super().introduce(wire, served, hello)
         agent = self._agents.introducing(served.export.stream)
@@ -277,7 +277,7 @@ class Meeting:
 #
 # Each thread first reads the seal into memory of its own. That connects it, and shows by which way. Tensors are written
 # to only after that. Where the way is TCP, or none, the read ends with `TransportMissing`. After each chunk the seal is
-# read again, before the sink judges the chunk. A transfer that is not over within `silence_s` ends the agent.
+# read again, before the sink checks the chunk. A transfer that is not over within `silence_s` ends the agent.
 
 
 USE_TCP = "use tcp"
@@ -389,7 +389,7 @@ class NixlStream(AnnouncedStream):
         self._prove()
         return manifest
 
-    def mover_for(self, wanted: Sequence[int], streams: int) -> None:
+    def make_mover(self, wanted: Sequence[int], streams: int) -> None:
         """NIXL brings the bytes, in threads of its own."""
 
     def join_in(self) -> None:
@@ -655,7 +655,7 @@ class NixlSettings:
     allow_tcp: bool = False  # for tests and comparison; a source that stops in mid-read may abort when it goes on
 
     def as_tcp(self) -> TcpSettings:
-        """For what is shared with the tcp transport."""
+        """The settings that it shares with the tcp transport."""
         return TcpSettings(
             host=self.host,
             port=self.port,

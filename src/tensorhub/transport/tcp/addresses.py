@@ -1,4 +1,4 @@
-"""Addresses of the tcp transport: where to listen, how to resolve names, how to dial."""
+"""Addresses of the tcp transport: which to listen on, how to resolve names, how to connect."""
 
 import os
 import socket
@@ -223,7 +223,7 @@ class Question:
         self._changed = threading.Condition()
 
     def ask(self) -> None:
-        """In whatever thread: until there is an answer."""
+        """Resolve the name. Blocks the calling thread until there is an answer."""
         try:
             self.found = list(socket.getaddrinfo(*self._address, type=socket.SOCK_STREAM))
         except (OSError, UnicodeError) as error:  # a label that is too long, or empty, is no Unicode of a host
@@ -300,7 +300,7 @@ def _asked(address: Address) -> Question:
 
 
 def _forget() -> None:
-    """In a forked child: no thread asks there."""
+    """Called in a forked child: forget the questions, because no resolver thread runs here."""
     global _lock
     _lock = threading.Lock()
     _questions.clear()
@@ -390,7 +390,7 @@ def wire_for(job: "Job", family: int, kind: int = socket.SOCK_STREAM, protocol: 
 
 
 def _leave(wire: Wire, own: str) -> None:
-    """From this address of ours."""
+    """Bind the socket to this local address."""
     with suppress(OSError):
         wire.sock.setsockopt(socket.IPPROTO_IP, _NO_PORT_YET, 1)
     try:

@@ -22,7 +22,7 @@ from ...protocol.manifest import chunk_count
 from .. import threads as shortages
 from ..base import MAX_MANIFEST_BYTES, OnEnd, Read, Scarce, Sharing, Sink, Trusting
 from ..native import shapes
-from ..native.reads import TCP_TILE_BYTES, Mover, mover_for
+from ..native.reads import TCP_TILE_BYTES, Mover, make_mover
 from ..ranges import PIECES, Batches, Piecewise
 from ..threads import FILES, ShortSwitchInterval, Thread, block_sigpipe, scope, start
 from . import wire as tcp_wire
@@ -113,7 +113,7 @@ class StreamCount:
         if self._is_settling:
             self._is_settling = False
         else:
-            self._judge(now, rate)
+            self._adapt(now, rate)
         return self.streams
 
     def set(self, streams: int) -> None:
@@ -121,7 +121,7 @@ class StreamCount:
         self._change(streams)
         self._before = None
 
-    def _judge(self, now: float, rate: float) -> None:
+    def _adapt(self, now: float, rate: float) -> None:
         before, self._before = self._before, None
         if self.streams > self._least and rate < self._settings.probe_rate_bytes_per_s:
             self._change(self._least)
@@ -157,7 +157,7 @@ class Waiting(Protocol):
     """What a stream waits in, such as a connection."""
 
     def cut(self) -> object:
-        """From any thread: what waits looks whether the read is over."""
+        """Called from any thread: waiting threads check whether the read is over."""
         ...
 
     @property
@@ -233,7 +233,7 @@ class Job:
             mover.stop()
 
     def have(self, streams: int) -> None:
-        """So many streams are to bring chunks from now on."""
+        """Set how many streams fetch chunks from now on."""
         self.queue.streams = streams
         if self.mover is not None:
             self.mover.have(streams)
@@ -419,10 +419,10 @@ class Stream:
 
     # -- by the mover --------------------------------------------------------------------------------------------------
 
-    def mover_for(self, wanted: Sequence[int], streams: int) -> Mover | None:
+    def make_mover(self, wanted: Sequence[int], streams: int) -> Mover | None:
         """The mover, if it can bring this read's chunks over connections like this one."""
         job = self.job
-        return mover_for(job.settings, job.sink, wanted, streams, TCP_TILE_BYTES, job.batches)
+        return make_mover(job.settings, job.sink, wanted, streams, TCP_TILE_BYTES, job.batches)
 
     def state_for(self, mover: Mover) -> shapes.StreamState:
         """This connection as the mover sees it."""
@@ -571,7 +571,7 @@ class Stream:
 # its work.
 
 
-SCARCE_TIMES = 2  # as many streams to a device: while the chunk of one is copied and judged there, another receives
+SCARCE_TIMES = 2  # as many streams to a device: while the chunk of one is copied and checked there, another receives
 MIN_CHUNKS = 8  # for each stream that is there, left to ask for: else another one is not worth its connection
 
 
@@ -707,7 +707,7 @@ class TcpRead(Read):
             if streams > 1:
                 stream.await_room()  # before the others: what there is of it is this one's
             job.generation = welcome.generation
-            job.begin(wanted, streams, stream.mover_for(wanted, streams))
+            job.begin(wanted, streams, stream.make_mover(wanted, streams))
             if self.has_links and settings.max_streams > 1:
                 self._stream_count = StreamCount(
                     settings, 1, cores=os.cpu_count() or 1, least=min(streams, job.addresses)
@@ -806,7 +806,7 @@ class TcpRead(Read):
             self._have(streams)
 
     def _have(self, streams: int) -> None:
-        """So many from now on. Those that are too many end with what they have asked for."""
+        """Set the number of streams. Surplus streams end after the chunks that they have asked for."""
         before, self.streams = self.streams, streams
         self.job.have(streams)
         for further in range(before, streams):

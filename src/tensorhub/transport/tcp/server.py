@@ -119,7 +119,7 @@ class Admission:
 # --- What a source exports, as its readers see it.
 
 
-class Served:
+class ServedExport:
     """One export as its readers see it. Its fields are guarded by the server's lock; `ended` may be read without."""
 
     def __init__(self, export: Export) -> None:
@@ -152,7 +152,7 @@ class Conversation:
 
     library: load.Library
     wire: Wire
-    served: Served
+    served: ServedExport
     held: object
     state: shapes.ServeState
 
@@ -228,7 +228,7 @@ def idle_s(since: float | None, *, has_asked: bool) -> float:
 def conversation_for(
     settings: TcpSettings,
     wire: Wire,
-    served: Served,
+    served: ServedExport,
     keepalive_s: float,
     *,
     is_announcing: bool,
@@ -291,12 +291,12 @@ def _state_of(batches: Batches) -> shapes.Batches:
 # --- The server: a thread for each address accepts, one for each connection serves.
 #
 # A connection reads one export. Its thread sends the chunks asked for, in the order asked for, each as soon as the
-# export's `Progress` has it. `Served` counts the threads inside an export: `withdraw` waits until the last has left,
-# and no thread enters an export that has ended. An export ends at a chunk boundary where that is near, so that its
-# readers hear why (GONE), and by cutting the connection where it is not.
+# export's `Progress` has it. `ServedExport` counts the threads inside an export: `withdraw` waits until the last has
+# left, and no thread enters an export that has ended. An export ends at a near chunk boundary if there is one: its
+# readers then receive the reason (GONE). Otherwise the server cuts the connection.
 
 
-_AGAIN_S = 0.1  # pause after accept fails for want of file descriptors
+_AGAIN_S = 0.1  # pause after accept fails because no file descriptor is free
 _MIN_KEEPALIVE_S = 0.01  # whatever a reader says that it needs
 _JOIN_S = 5.0  # threads leave within milliseconds once cut; a copy from a device may take longer
 _COUNTED = (
@@ -315,8 +315,8 @@ class TcpServer:
         self._settings = settings
         self._lock = threading.RLock()  # a caller's thread takes it bare: interrupted in a condition, it would keep it
         self._changed = threading.Condition(self._lock)
-        self._exports: dict[str, Served] = {}
-        self._leaving: dict[str, list[Served]] = {}  # ended, perhaps with threads still inside
+        self._exports: dict[str, ServedExport] = {}
+        self._leaving: dict[str, list[ServedExport]] = {}  # ended, perhaps with threads still inside
         self._admission = Admission(settings.max_connections)
         self._moving: dict[Wire, Conversation] = {}  # by the native mover, which counts by itself until they end
         self._counts = dict.fromkeys(_COUNTED, 0)
@@ -341,8 +341,8 @@ class TcpServer:
     def advertised(self, listening: Sequence[socket.socket]) -> str:
         return advertised_endpoint(self._settings, [listener.getsockname()[1] for listener in listening])
 
-    def make_served(self, export: Export) -> Served:
-        return Served(export)
+    def make_served_export(self, export: Export) -> ServedExport:
+        return ServedExport(export)
 
     def why_refused(self, wire: Wire, hello: Hello) -> Refusal | None:
         """A reason to refuse the reader that has just said hello."""
@@ -350,19 +350,19 @@ class TcpServer:
             return None
         return Refusal("token", "the token is not the one that this worker was given")
 
-    def why_not(self, served: Served) -> Refusal | None:
+    def why_not(self, served: ServedExport) -> Refusal | None:
         """A reason why this export cannot be read by this transport."""
         return None
 
-    def introduce(self, wire: Wire, served: Served, hello: Hello) -> None:
+    def introduce(self, wire: Wire, served: ServedExport, hello: Hello) -> None:
         """What a reader has to know before it asks for chunks."""
         wire.send_frame(tcp_wire.MANIFEST, payload=[served.export.manifest])
 
-    def conversation(self, wire: Wire, served: Served, keepalive_s: float) -> Conversation | None:
+    def conversation(self, wire: Wire, served: ServedExport, keepalive_s: float) -> Conversation | None:
         """The mover's, if it can serve this connection."""
         return conversation_for(self._settings, wire, served, keepalive_s, is_announcing=self.is_announcing)
 
-    def send(self, wire: Wire, served: Served, start: int, stop: int) -> int:
+    def send(self, wire: Wire, served: ServedExport, start: int, stop: int) -> int:
         """Send chunk `start`, which is there, and more of [start, stop) if that is easy; return the next one."""
         export = served.export
         first = start * export.chunk_bytes
@@ -378,10 +378,10 @@ class TcpServer:
         self.count_sent(served, last - first)
         return start + 1
 
-    def heard(self, wire: Wire, served: Served, number: int) -> None:
+    def heard(self, wire: Wire, served: ServedExport, number: int) -> None:
         """The number that came with a request."""
 
-    def count_sent(self, served: Served, size_bytes: int) -> None:
+    def count_sent(self, served: ServedExport, size_bytes: int) -> None:
         """One chunk went out."""
         with self._changed:
             served.sent_bytes += size_bytes
@@ -395,7 +395,7 @@ class TcpServer:
             raise UsageError(f"export {export.key!r}: chunk_bytes is {export.chunk_bytes}, not in 1..2**30")
         if len(export.manifest) > MAX_MANIFEST_BYTES:
             raise UsageError(f"export {export.key!r}: a manifest of {len(export.manifest)} B is over 64 MiB")
-        served = self.make_served(export)
+        served = self.make_served_export(export)
         if served.chunk_count != (theirs := export.progress.chunk_count):
             raise UsageError(f"export {export.key!r}: {served.chunk_count} chunks, but {theirs} in its progress")
         with self._changed:
@@ -443,7 +443,7 @@ class TcpServer:
             wire.wake()
         served.export.progress.wake()
 
-    def _spoil(self, served: Served, reason: str) -> None:
+    def _spoil(self, served: ServedExport, reason: str) -> None:
         _log.warning("%s, of %s", reason, served.export.key)  # it was not withdrawn: readers are told
         with self._changed:
             served.end(reason)
@@ -556,7 +556,7 @@ class TcpServer:
     def _converse(self, wire: Wire, interval: ShortSwitchInterval) -> None:
         settings = self._settings
         wire.limit_waits(receive_s=settings.max_greeting_s, send_s=settings.patience_s)
-        answer = self._judge(wire)
+        answer = self._check_hello(wire)
         if isinstance(answer, Refusal):
             self._count("connections_refused")
             wire.send_greeting(answer)
@@ -576,7 +576,7 @@ class TcpServer:
         if ending is not None:
             wire.send_gone(*ending)
 
-    def _judge(self, wire: Wire) -> Refusal | tuple[Served, Hello]:
+    def _check_hello(self, wire: Wire) -> Refusal | tuple[ServedExport, Hello]:
         """Hear what it wants to read. It is inside the export when this returns, unless it is refused.
 
         A reader that waits for a key is not admitted yet: it takes no place from readers with a known key.
@@ -613,7 +613,9 @@ class TcpServer:
         moving = self._moving.get(wire)
         return moving.idle_s if moving is not None else idle_s(wire.idle_since, has_asked=wire.has_asked)
 
-    def _serve(self, wire: Wire, served: Served, hello: Hello, interval: ShortSwitchInterval) -> tuple[str, str] | None:
+    def _serve(
+        self, wire: Wire, served: ServedExport, hello: Hello, interval: ShortSwitchInterval
+    ) -> tuple[str, str] | None:
         """Send what is asked for until the reader leaves (None) or the export ends (code and reason)."""
         export, settings = served.export, self._settings
         wire.send_greeting(Welcome(served.generation, export.chunk_bytes, export.stream.size_bytes))
@@ -644,8 +646,8 @@ class TcpServer:
             return "failed", f"the source cannot read its memory: {error!r}"
         return ("gone", served.ended) if served.ended is not None else None
 
-    def serve_natively(self, wire: Wire, served: Served, conversation: Conversation) -> str:
-        """The same by the mover, to the end of the export or of its chunks. Returns which."""
+    def serve_natively(self, wire: Wire, served: ServedExport, conversation: Conversation) -> str:
+        """Serve with the native library until the export ends or has no more chunks. Returns which."""
         with self._changed:
             self._moving[wire] = conversation
         try:
@@ -657,7 +659,7 @@ class TcpServer:
                 conversation.add_to(self._counts)
                 served.sent_bytes += conversation.sent_bytes
 
-    def _serve_range(self, wire: Wire, served: Served, start: int, stop: int, keepalive_s: float) -> str | None:
+    def _serve_range(self, wire: Wire, served: ServedExport, start: int, stop: int, keepalive_s: float) -> str | None:
         """Send chunks [start, stop), each as soon as it is there. Returns why no further one will come, or None."""
         while start < stop:
             reason = _await_chunk(wire, served, start, keepalive_s)
@@ -666,7 +668,7 @@ class TcpServer:
             start = self.send(wire, served, start, stop)
         return None
 
-    def asked(self, wire: Wire, served: Served) -> Iterator[tuple[int, int]]:
+    def asked(self, wire: Wire, served: ServedExport) -> Iterator[tuple[int, int]]:
         """The ranges asked for. The next request is read when the last one is served: readers ask ahead."""
         while True:
             number, ranges = wire.receive_want(served.chunk_count)
@@ -679,7 +681,7 @@ class TcpServer:
         """Say that batches [start, stop) are there, where readers fetch the bytes themselves."""
         raise NotImplementedError
 
-    def _serve_batches(self, wire: Wire, served: Served, keepalive_s: float) -> tuple[str, str]:
+    def _serve_batches(self, wire: Wire, served: ServedExport, keepalive_s: float) -> tuple[str, str]:
         """Send what is asked for until the export ends: code and reason. Raises `WireError` when the reader leaves."""
         settings = self._settings
         with _received(self._room, wire, served) as batches:
@@ -698,7 +700,7 @@ class TcpServer:
                         return "gone", reason
                     self._send_batch(wire, served, batches, batch)
 
-    def _send_batch(self, wire: Wire, served: Served, batches: Batches, batch: int) -> None:
+    def _send_batch(self, wire: Wire, served: ServedExport, batches: Batches, batch: int) -> None:
         if self.is_announcing and not batches.is_sent(batch):
             self.announce(wire, batch, batch + 1)
             return
@@ -723,7 +725,7 @@ BODY_S = 30.0  # for all of what a reader wants to come: meanwhile it has room t
 
 
 @scope
-def _received(room: Room, wire: Wire, served: Served) -> Iterator[Batches]:
+def _received(room: Room, wire: Wire, served: ServedExport) -> Iterator[Batches]:
     """What the reader wants, as long as there is room for it."""
     kind, length, _ = wire.receive_header()
     if kind != PIECES:
@@ -742,7 +744,7 @@ def _received(room: Room, wire: Wire, served: Served) -> Iterator[Batches]:
         yield batches
 
 
-def _await_there(wire: Wire, served: Served, batches: Batches, batch: int, keepalive_s: float) -> str | None:
+def _await_there(wire: Wire, served: ServedExport, batches: Batches, batch: int, keepalive_s: float) -> str | None:
     """Until all chunks are there that it takes bytes from. Returns why one never will be, or None.
 
     Rows are a peer's, and each may span all chunks: what is known to be there is passed over, and a withdrawal is not
@@ -759,7 +761,7 @@ def _await_there(wire: Wire, served: Served, batches: Batches, batch: int, keepa
     return served.ended
 
 
-def _await_chunk(wire: Wire, served: Served, chunk: int, keepalive_s: float) -> str | None:
+def _await_chunk(wire: Wire, served: ServedExport, chunk: int, keepalive_s: float) -> str | None:
     """Until it is there; the reader hears that it is waited for. Returns why it never will be there, or None."""
     progress = served.export.progress
     while not progress.wait(chunk, keepalive_s, served.has_ended):

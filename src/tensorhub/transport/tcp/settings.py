@@ -70,7 +70,7 @@ class TcpSettings:
                 raise UsageError(f"tcp transport: {name} is {getattr(self, name)}, but must be more than 0")
 
     def across_sites(self) -> "TcpSettings":
-        """For a long path, which one stream does not fill."""
+        """Settings for a path between sites, which one stream does not fill."""
         streams = max(self.streams, self.far_streams)
         return replace(
             self,

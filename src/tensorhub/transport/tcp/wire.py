@@ -276,7 +276,7 @@ class Refusal(msgspec.Struct, frozen=True, array_like=True, tag="refusal"):
     message: str
 
     def bounded(self) -> "Refusal":
-        """As it may travel."""
+        """The refusal with its text shortened to the limit of a message."""
         return Refusal(self.code, shortened(self.message, MAX_TEXT))
 
 
@@ -347,11 +347,11 @@ class Wire:
             raise Vanished(str(error)) from error
 
     def cut(self) -> None:
-        """From any thread: a wait in this socket ends at once. The owner still has to close it."""
+        """Called from any thread: ends a wait in this socket at once. The owner still has to close it."""
         self._shutdown(socket.SHUT_RDWR)
 
     def wake(self) -> None:
-        """From any thread: end a wait for the peer's words, but let the owner still say something.
+        """Called from any thread: ends a wait for the peer's message. The owner can still send.
 
         Not where memory is lent: whether the peer has taken it, only the peer can say.
         """
@@ -378,7 +378,7 @@ class Wire:
                     self.sock.shutdown(how)
 
     def close(self, *, politely: bool = False) -> None:
-        """By the owner only. Politely: let the peer read our last words before its own turn this into a reset."""
+        """Called by the owner only. Lets the peer read the last message before the socket is reset."""
         if politely and not self.is_cut:
             say_goodbye(self.sock, is_deaf=self._is_deaf, is_cut=lambda: self.is_cut)
         with self._lock:
@@ -504,7 +504,7 @@ class Wire:
 
 
 def as_ranges(chunks: Sequence[int]) -> list[tuple[int, int]]:
-    """The same chunks in the same order as [start, stop) ranges."""
+    """Converts chunk numbers to [start, stop) ranges, in the same order."""
     if isinstance(chunks, range) and chunks.step == 1:
         return [(chunks.start, chunks.stop)] if chunks else []
     ranges: list[tuple[int, int]] = []
