@@ -89,11 +89,11 @@ class Cluster:
         self._processes.append(process)
         return process
 
-    def restart_server(self):
-        """Another life of the server at the same address, which remembers nothing."""
+    def restart_server(self, **options):
+        """Another life of the server at the same address."""
         port = int(self.address.rpartition(":")[2])
         self.server = self._add(
-            ServerProcess(self._folder, lease_s=self.lease_s, port=port, fresh=False, **self._keeps)
+            ServerProcess(self._folder, lease_s=self.lease_s, port=port, fresh=False, **options, **self._keeps)
         )
 
     def replica(self, name, **options):

@@ -161,8 +161,11 @@ class ServerProcess(Process):
         retain=0,
         keep_established=False,
         patience_s=UNMOVED_S,
+        state="",
+        standby=False,
     ):
         options = ["--port", str(port), "--lease", str(lease_s), *(["--fresh"] if fresh else [])]
+        options += [*(["--state", str(state)] if state else []), *(["--standby"] if standby else [])]
         command = [sys.executable, "-m", "tensorhub.cli", "serve", *options]
         environ = {
             "TENSORHUB_REPORT_S": str(report_s),
@@ -172,6 +175,10 @@ class ServerProcess(Process):
         if patience_s is not None:
             environ |= {"TENSORHUB_STALLED_S": str(patience_s), "TENSORHUB_SLOW_S": str(patience_s)}
         super().__init__("server", command, folder, env=environ)
+        if not standby:
+            self.wait_until_it_listens()
+
+    def wait_until_it_listens(self):
         line = self.process.stdout.readline()
         assert line.startswith("reference server at "), f"{line}\n{self.log}"
         self.address = line.split()[3].rstrip(";")

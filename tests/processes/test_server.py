@@ -33,6 +33,49 @@ def test_the_server_is_killed_in_mid_transfer_and_the_transfer_ends_without_it(s
     cluster.judge(reader, 2)
 
 
+@pytest.mark.parametrize(("fate", "lease_s"), [("whole", 60), ("gone", 4), ("torn", 4), ("old", 4)])
+def test_a_server_that_is_killed_in_mid_update_goes_on_with_its_journal(start, tmp_path, fate, lease_s):
+    """At once, where the journal names all workers; else after a lease. Nothing is lost either way."""
+    journal = tmp_path / "journal"
+    cluster = start(lease_s=lease_s, state=journal)
+    (trainer,) = cluster.replicas("trainer")
+    cluster.publish(trainer, 1)
+    old = journal.read_bytes()
+    reader = cluster.replica("rollout-1")
+    reads = held_midway(cluster, reader)
+    cluster.server.kill()
+    if fate == "gone":
+        journal.unlink()
+    elif fate == "torn":
+        journal.write_bytes(journal.read_bytes()[:-3])
+    elif fate == "old":
+        journal.write_bytes(old)
+    release(reader)
+    cluster.restart_server()
+    assert [read.result() for read in reads] == [1, 1]
+    trainer.call("unpublish", timeout=20)
+    cluster.write(trainer, 2)
+    assert trainer.call("publish", version=2, timeout=20) == 2
+    assert reader.call("update", spec="latest", timeout=20) == 2
+    cluster.judge(reader, 2)
+
+
+def test_a_standby_server_takes_over_when_the_first_one_is_killed(start, tmp_path):
+    cluster = start(lease_s=60, state=tmp_path / "journal")
+    trainer, reader = cluster.replicas("trainer", "rollout-1")
+    cluster.publish(trainer, 1)
+    assert reader.call("replicate", spec="latest") == 1
+    first = cluster.server
+    cluster.restart_server(standby=True)
+    first.kill()
+    cluster.server.wait_until_it_listens()
+    trainer.call("unpublish", timeout=30)
+    cluster.write(trainer, 2)
+    assert trainer.call("publish", version=2, timeout=30) == 2
+    assert reader.call("update", spec="latest", timeout=30) == 2
+    cluster.judge(reader, 2)
+
+
 def test_calls_on_a_server_that_stands_still_end_by_their_deadline(start):
     cluster = start()
     trainer, reader, idle = cluster.replicas("trainer", "rollout-1", "rollout-2")

@@ -469,13 +469,15 @@ class Oracles:
         return self._useless_copies()
 
     def _useless_copies(self) -> str:
-        """No host copies but of versions that are kept, and a newer one."""
+        """No host copies but of versions that are kept, and a newer one. Of lost ones older ones take the place."""
         if not self.is_quiet(self.now):
             return ""
         pinned = [version for life in self.truth.lives.values() for version in life.pins]
         for life in self.truth.lives.values():
-            kept = self.truth.existing(life.me.model)[: self.conditions.retain + 1]
-            old = [version for version in life.copies if version not in (*kept, *pinned)]
+            existing = self.truth.existing(life.me.model)
+            whole = [version for version in existing if self.truth.is_whole(life.me.model, version)]
+            kept = *existing[: self.conditions.retain + 1], *whole[: self.conditions.retain + 1], *pinned
+            old = [version for version in life.copies if version not in kept]
             if old and self.truth.is_sole_publisher(life.me.model):
                 return f"{life.name} still has host copies of {old}"
         return ""

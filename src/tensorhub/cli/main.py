@@ -54,6 +54,18 @@ def root(
         raise typer.Exit
 
 
+StateOption = Annotated[
+    str,
+    typer.Option(help="File of its journal, by which it knows its workers after a restart.", show_default="by port"),
+]
+StandbyOption = Annotated[
+    bool,
+    typer.Option(
+        "--standby", metavar=NO_TYPE, help="Wait until the server that uses the same --state is gone; then begin."
+    ),
+]
+
+
 @app.command()
 def serve(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
@@ -75,12 +87,8 @@ def serve(
             "--fresh", metavar=NO_TYPE, help="No server lived at this address before: skip the recovery wait."
         ),
     ] = False,
-    state: Annotated[
-        str,
-        typer.Option(
-            help="File of its journal, by which it knows its workers after a restart.", show_default="by port"
-        ),
-    ] = "",
+    state: StateOption = "",
+    standby: StandbyOption = False,
     lease: Annotated[
         float | None, typer.Option(help="Seconds for which a silent worker is believed.", show_default="10")
     ] = None,
@@ -107,7 +115,7 @@ def serve(
             say(f"its token is in {access.kept_in}: workers and commands of this user find it by themselves")
             say("on other hosts: copy that file to the same place (mode 600), or set TENSORHUB_TOKEN to what is in it")
         if not fresh:
-            say(f"for {settings.lease_s:g} s it hears who is there before it decides (--fresh skips that)")
+            say(f"first it hears the workers that may live, for {settings.lease_s:g} s at most (--fresh skips that)")
 
     with log_to_stderr(levels[log.upper()]):
         run_server(
@@ -118,6 +126,7 @@ def serve(
             names=name or None,
             fresh=fresh,
             state=state,
+            standby=standby,
             on_ready=tell,
         )
 

@@ -29,6 +29,10 @@ def boot_id() -> str:
         return ""
 
 
+class JournalInUse(UsageError):
+    """Another server uses the journal."""
+
+
 class JournalFile:
     """One server's journal. Another server cannot open it meanwhile."""
 
@@ -46,7 +50,7 @@ class JournalFile:
         except BlockingIOError as error:
             self.close()
             hint = "one server for each journal: give this one another --state"
-            raise UsageError(f"another server uses the journal {path}", hint=hint) from error
+            raise JournalInUse(f"another server uses the journal {path}", hint=hint) from error
         except OSError as error:
             self.close()
             raise UsageError(f"cannot use the journal {path}: {error.strerror or error}") from error

@@ -17,6 +17,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import TypedDict
 
 from aiohttp import web
 
@@ -28,7 +29,7 @@ from ..transport.tcp.addresses import check_all_interfaces, is_loopback
 from ..transport.threads import Thread, block_sigpipe, start
 from .admission import Seldom, check_limit, raise_limit
 from .config import access_of, check_integer, parse_text, server_names, state_directory
-from .journal import JournalFile
+from .journal import JournalFile, JournalInUse
 from .loops import check_process, check_unpatched, held_lock, inheritable_loop, wait_in, warn_unreferenced
 from .server import SPARE_CONNECTIONS, ServerShell
 
@@ -38,7 +39,16 @@ STOP_S = 0.5  # for open requests, and for what a request goes on to send; worke
 IDLE_S = 75.0  # between two requests on a connection: more than the minute after which a proxy may cut it
 START_S = 30.0
 BACKLOG = 1024
+STANDBY_S = 0.2  # so often a standby server looks whether the other one is gone
 GARBAGE_AFTER = 50_000  # new objects: some tens of megabytes
+
+
+class Access(TypedDict):
+    """Who may ask the server."""
+
+    token: str | None
+    insecure: bool | None
+    names: str | Sequence[str] | None
 
 
 class RunningServer:
@@ -65,18 +75,19 @@ async def start_server(
     names: str | Sequence[str] | None = None,
     fresh: bool,
     state: str | os.PathLike[str] | None = "",
+    standby: bool = False,
 ) -> RunningServer:
-    """Listen. Port 0 takes any free one. Raises `Unavailable` at a limit of this process, and `UsageError`.
+    """Listen. With `standby` it waits until no other server uses the journal. Port 0 takes any free port.
 
-    That is for what is no address, or one that cannot be had, for a token that no client could give, and where the
-    token of this user cannot be made.
+    Raises `Unavailable` at a limit of this process. Raises `UsageError` for what is no address, or one that cannot be
+    had, for a token that no client could give, and where the token of this user cannot be made.
     """
     check_integer(port, "port", least=0, most=65535)
     host = parse_text(host, "host").strip("[]")
     shown = f"[{host}]" if ":" in host else host or "127.0.0.1"
     access = access_of(token=token, insecure=insecure, create=True)
     called = (host, *server_names(names))
-    journal = _journal(state, port)
+    journal = await _journal(state, port, is_standby=standby)
     shell = ServerShell(settings=settings, token=access.token, names=called, fresh=fresh, journal=journal)
     seldom = Seldom()
     seldom.listen_to(asyncio.get_running_loop())
@@ -126,17 +137,38 @@ def _site(runner: web.AppRunner, host: str, port: int) -> web.BaseSite:
     return web.SockSite(runner, everywhere, backlog=BACKLOG)
 
 
-def _journal(state: str | os.PathLike[str] | None, port: int) -> JournalFile | None:
+async def _journal(state: str | os.PathLike[str] | None, port: int, *, is_standby: bool) -> JournalFile | None:
     """Opens the journal in that file. Empty: that of the port in the state directory; None: there is none."""
     if state is None or (not state and not port):
+        if is_standby:
+            raise UsageError("a standby server needs the journal of the server that it waits for", hint="give --state")
         return None
-    if state:
-        return JournalFile(Path(state))
+    if state or is_standby:
+        return await _opened(Path(state) if state else _usual_journal(port), is_standby=is_standby)
     try:
-        return JournalFile(state_directory() / f"server-{port}.journal")
+        return JournalFile(_usual_journal(port))
     except UsageError as error:
         _log.warning("a restart of this server will wait for a lease, for it cannot keep a journal: %s", error)
         return None
+
+
+def _usual_journal(port: int) -> Path:
+    return state_directory() / f"server-{port}.journal"
+
+
+async def _opened(path: Path, *, is_standby: bool) -> JournalFile:
+    """The journal; a standby server waits until the system says that no process uses it."""
+    is_told = False
+    while True:
+        try:
+            return JournalFile(path)
+        except JournalInUse:
+            if not is_standby:
+                raise
+        if not is_told:
+            _log.info("stands by: another server uses the journal %s", path)
+            is_told = True
+        await asyncio.sleep(STANDBY_S)
 
 
 def _not_to_be_had(address: str, error: OSError) -> UsageError:
@@ -165,6 +197,7 @@ def run_server(
     names: str | Sequence[str] | None = None,
     fresh: bool = False,
     state: str | os.PathLike[str] | None = "",
+    standby: bool = False,
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
     """Run a reference server until SIGTERM or SIGINT; blocks. `on_ready` gets its address once it listens.
@@ -179,9 +212,11 @@ def run_server(
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
-        server = await start_server(
-            host, port, settings=settings, token=token, insecure=insecure, names=names, fresh=fresh, state=state
-        )
+        access = Access(token=token, insecure=insecure, names=names)
+        beginning = start_server(host, port, settings=settings, **access, fresh=fresh, state=state, standby=standby)
+        server = await _unless(stop, beginning)
+        if server is None:
+            return  # while it stood by
         _log.info("reference server at %s", server.address)
         check_limit(raise_limit(), settings.max_workers + SPARE_CONNECTIONS)
         if on_ready is not None:
@@ -372,6 +407,17 @@ async def _either(*events: asyncio.Event) -> None:
     finally:
         for task in tasks:
             task.cancel()
+
+
+async def _unless(stop: asyncio.Event, work: Coroutine[object, object, RunningServer]) -> RunningServer | None:
+    """What the work gives; None if it was to stop before."""
+    task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+        stopped.cancel()
 
 
 def _fastest_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
