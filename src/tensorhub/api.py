@@ -76,7 +76,7 @@ def open(
     reliable: bool = True,
     **options: Unpack[OpenArguments],
 ) -> "Weights":
-    """As `tensorhub.aio.open`, whose text it gets below."""
+    """Calls `tensorhub.aio.open`. Its docstring is copied below."""
     began, thread, settings = time.monotonic(), loop_thread(), open_options(**options)
     deadline, what = began + settings.connect_s, f"open of {model}/{replica}[{shard}]"
     joining = aio.join(model, replica, shard, shards, reliable, settings)
@@ -112,13 +112,13 @@ class Weights(aio.Worker, Blocking[aio.Weights]):
         partial: bool = False,
         leave_out: str | Sequence[str] = (),
     ) -> None:
-        """As the coroutine; looks at the tensors in the caller's thread."""
+        """Calls the coroutine. Looks at the tensors in the caller's thread."""
         self._check_process()
         found = register_tensors(tensors, dtype, boxes, partial=partial, leave_out=leave_out)  # in the caller's thread
         self._wait(self._aio.take(found, of=tensors), None, "register()")
 
     def resume(self, tensors: "type_of_weights | None" = None) -> None:
-        """As the coroutine; looks at the tensors in the caller's thread."""
+        """Calls the coroutine. Looks at the tensors in the caller's thread."""
         self._check_process()
         found = self._client.suspension.again(tensors)
         self._wait(self._aio.take(found, of=tensors, is_resumed=True), None, "resume()")
@@ -127,14 +127,14 @@ class Weights(aio.Worker, Blocking[aio.Weights]):
     def mutating(
         self, *, version: int, metadata: Mapping[str, object] | None = None, timeout: float | None = None
     ) -> Iterator[None]:
-        """As the coroutine."""
+        """Calls the coroutine."""
         self._wait(self._aio._claim(version, timeout, metadata), timeout, f"mutating(version={version!r})")
         with self._client.call_lock.block_of(version):
             yield
         self.publish(version, metadata=metadata, timeout=timeout)
 
     def close(self, *, timeout: float | None = None) -> None:
-        """As the coroutine; a finaliser may call it."""
+        """Calls the coroutine. A finaliser may call it."""
         self._aio._is_closing = True
         if not self._thread.leaves(lambda: self._aio.close(timeout=timeout)):
             self._wait(self._aio.close(timeout=timeout), timeout, "close()")
@@ -198,7 +198,7 @@ def connect(
     insecure: bool | None = None,
     timeout: float | None = None,
 ) -> "View":
-    """As `tensorhub.aio.connect`, whose text it gets below."""
+    """Calls `tensorhub.aio.connect`. Its docstring is copied below."""
     return View(aio.connect(server, token=token, insecure=insecure, timeout=timeout))
 
 

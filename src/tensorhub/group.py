@@ -44,7 +44,7 @@ def _together(
 
 
 class Several:
-    """Workers that call together."""
+    """Several workers of one process that call together."""
 
     def __init__(self, members: list[aio.Weights], name: str) -> None:
         self._members = members
@@ -81,7 +81,7 @@ class Several:
     def mutating(
         self, *, version: int, metadata: Mapping[str, object] | None = None, timeout: float | None = None
     ) -> Iterator[None]:
-        """As `Weights.mutating`: the block may change the tensors of all."""
+        """Calls `Weights.mutating` of all shards: the block may change their tensors."""
         if metadata is not None:
             encode_metadata(metadata)
         self._claim(version, timeout)
@@ -92,7 +92,7 @@ class Several:
         self.publish(version, metadata=metadata, timeout=timeout)
 
     def close(self, *, timeout: float | None = None) -> None:
-        """As `Weights.close`, of all. Idempotent."""
+        """Calls `Weights.close` of all shards. Idempotent."""
         if not self._members[0]._thread.leaves(lambda: together([m.close(timeout=timeout) for m in self._members])):
             self._wait([m.close(timeout=timeout) for m in self._members], timeout, "close()")
 
@@ -133,7 +133,7 @@ class Several:
 
 
 async def together(works: Sequence[Coroutine[object, object, T]]) -> list[T]:
-    """All of them at once, to the end of the last. Raises the error that the others came of."""
+    """Runs all calls at once, until the last has ended. Raises the first cause, not the errors that follow from it."""
     found = await asyncio.gather(*works, return_exceptions=True)
     errors = [each for each in found if isinstance(each, BaseException)]
     if errors:
@@ -254,5 +254,5 @@ class Group(Several):
 
 
 def _listed(given: object) -> list[Any] | None:
-    """What is given one by one for each shard; None where it is not."""
+    """The list, if the argument has one value for each shard; else None."""
     return list(given) if isinstance(given, Iterable) and not isinstance(given, Mapping) else None

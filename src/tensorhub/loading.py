@@ -112,13 +112,13 @@ async def load_shards_async(
 
 
 def load(reference: str, *, timeout: float | None = None, **where: Unpack[LoadArguments]) -> Loaded:
-    """As `tensorhub.aio.load`, whose text it gets below."""
+    """Calls `tensorhub.aio.load`. Its docstring is copied below."""
     (found,) = _load(asked(reference, timeout, **where), f"load({reference!r})", only_one=True)
     return found
 
 
 def load_shards(reference: str, *, timeout: float | None = None, **where: Unpack[LoadArguments]) -> list[Loaded]:
-    """As `tensorhub.aio.load_shards`, whose text it gets below."""
+    """Calls `tensorhub.aio.load_shards`. Its docstring is copied below."""
     return _load(asked(reference, timeout, **where), f"load_shards({reference!r})", only_one=False)
 
 
@@ -184,7 +184,7 @@ async def _allocated(
 def _made_to_load(
     layout: Layout, boxes: "Mapping[str, Sequence[Box]] | None"
 ) -> "tuple[dict[str, type_of_tensor], Registration]":
-    """In a thread: the first who needs torch waits seconds for it."""
+    """Called in a thread: the first import of torch takes seconds."""
     tensors = allocate(layout)
     registration = register(tensors, boxes=boxes)
     if boxes is None and registration.layout_digest != layout.digest():

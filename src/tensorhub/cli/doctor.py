@@ -123,7 +123,7 @@ class Way:
 
     @property
     def share(self) -> int:
-        """Of the limit, in percent."""
+        """The rate as a percentage of the limit."""
         return round(100 * self.rate_bytes_per_s / max(1, self.limit_bytes_per_s))
 
     @property
@@ -385,7 +385,7 @@ def _mover() -> Check:
 
 
 def _reading() -> Check:
-    """Which processes may read this one's memory: what the local transport needs."""
+    """Checks which processes may read this one's memory. The local transport needs this."""
     scope, user = yama_scope(), os.geteuid() if hasattr(os, "geteuid") else -1
     may_trace = bool(int(_status("CapEff") or "0", 16) >> CAP_SYS_PTRACE & 1)
     parts = [f"user {user}", "may trace others" if may_trace else "may trace its own"]

@@ -46,7 +46,7 @@ def _token_in(path: str) -> str:
 def root(
     version: Annotated[bool, typer.Option("--version", metavar=NO_TYPE, help="Show the version and exit.")] = False,
 ) -> None:
-    """What stands before every command."""
+    """The options before every command."""
     if version:
         from importlib.metadata import version as version_of
 

@@ -263,7 +263,7 @@ class _Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: "Mapping[str, Any] | None" = None
     ) -> Any:
-        """Each operation of the conversion."""
+        """Called by torch for each operation of the conversion."""
         name = func.overloadpacket.__name__
         if name == "stack":
             dim = args[1] if len(args) > 1 else 0

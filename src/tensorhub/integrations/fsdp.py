@@ -382,7 +382,7 @@ class Ranks:
 
 
 def _ranks_along(cut: Any) -> set[int]:
-    """Those among which this DTensor is cut, in the line of this rank."""
+    """The ranks that hold the shards of this rank's copy of the DTensor."""
     pairs = zip(cut.device_mesh.get_coordinate(), cut.placements, strict=True)
     line = tuple(at if placement.is_replicate() else slice(None) for at, placement in pairs)
     return set(cut.device_mesh.mesh[line].flatten().tolist())

@@ -40,7 +40,7 @@ class ReferenceServer:
         return self._server.address
 
     def token(self) -> str:
-        """What its workers show. Each caller of this cluster's actors may have it."""
+        """The token that its workers send. Each caller of this cluster's actors may have it."""
         return self._server.token
 
 
@@ -97,7 +97,7 @@ def placed(*, replica: str | None = None, name: str = SERVER, **options: Any) ->
 
 
 def open_in_actor(model: str, *, replica: str | None = None, name: str = SERVER, **options: Any) -> tensorhub.Weights:
-    """As `tensorhub.open`; server, host and replica come from Ray. All shards of a replica give its name."""
+    """Calls `tensorhub.open`; server, host and replica come from Ray. All shards of a replica give its name."""
     return tensorhub.open(model, **placed(replica=replica, name=name, **options))
 
 

@@ -440,7 +440,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: "Mapping[str, Any] | None" = None
     ) -> Any:
-        """Each operation of the loader."""
+        """Called by torch for each operation of the loader."""
         name = func.overloadpacket.__name__
         if name == "copy_":
             source, into = self._source(args[1]), self._targets.holding(args[0])

@@ -260,7 +260,7 @@ class Reload:
         self.published = published
 
     def fetch(self, version: int, timeout: float | None) -> None:
-        """To the host. vLLM computes with the version before. What is made of other tensors is refused by name."""
+        """Fetches to host memory. vLLM computes with the version before. Tensors made of others raise an error."""
         self.join(timeout)
         if self.whole.version != version:  # the number alone does not tell: another job may have begun with it anew
             self._is_loaded = False
@@ -428,7 +428,7 @@ COMPUTES = ("forward", "compute_logits")  # the second is called where a capture
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Which replica of what."""
+    """Names the model and the replica; or asks what the ranks hold."""
 
     model: str
     replica: str
@@ -501,7 +501,7 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             logger.error("%s", error)
 
     def _join(self, info: InitInfo) -> None:
-        """All ranks do, or none: then it raises on all."""
+        """Opens the workers on all ranks, or raises on all ranks."""
         said = info.model, info.replica, info.in_place
         way, wrong, was_here = self._way, None, self._way is not None and self._way.weights is not None
         try:
@@ -599,7 +599,7 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 raise tensorhub.TensorHubError(text) from wrong
 
     def _gathered(self, mine: Any) -> list[Any]:
-        """What each rank gives, on all of them."""
+        """Gathers a value of each rank, on all ranks."""
         group = get_world_group()
         found = [mine] * group.world_size
         if group.world_size > 1:
@@ -709,7 +709,7 @@ def _clear_caches(model: torch.nn.Module) -> None:
 
 
 def said(wrong: Exception) -> str:
-    """What is wrong, and what to do."""
+    """The error's text with its hint."""
     return " - ".join([str(wrong), *filter(None, [getattr(wrong, "hint", None)])])
 
 

@@ -21,7 +21,7 @@ _log = logging.getLogger("vllm.tensorhub.newest")  # below vLLM's own, which wri
 
 
 def of_view(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the options of `open` that `connect` takes too."""
+    """Picks the options of `open` that `connect` takes too."""
     return {name: options[name] for name in ("server", "token", "insecure") if name in options}
 
 

@@ -184,7 +184,7 @@ class Block(NamedTuple):
 
     @property
     def names(self) -> str:
-        """As errors show them."""
+        """The names as errors show them."""
         shown = ", ".join(repr(master.name) for master in self.masters[:3])
         return shown + (f" and {len(self.masters) - 3} more" if len(self.masters) > 3 else "")
 
@@ -334,7 +334,7 @@ class Casts:
         self._devices = {index: on_device(block) for index, block in enumerate(blocks) if block.device != "cpu"}
 
     def keep_to(self, ranges: Sequence[tuple[int, int]], offsets: Mapping[str, int]) -> None:
-        """From now on only these bytes of the registered stream are given back. `offsets` are the tensors' in it."""
+        """Give back only these bytes of the registered stream from now on. `offsets` are the tensors' in it."""
         for index, block in enumerate(self._blocks):
             old, new = FORMS[block.dtype].size_bytes, FORMS[block.target].size_bytes
             master = block.masters[0]

@@ -110,7 +110,7 @@ def _is_over(stream: torch.cuda.Stream, event: torch.cuda.Event | None) -> bool:
 
 
 def unmapped(pieces: Sequence[Piece]) -> list[Piece]:
-    """Those whose first byte has no memory behind it: a sleeping engine keeps its addresses and gives the memory back.
+    """The pieces whose first byte has no memory. A sleeping engine keeps its addresses, and gives the memory back.
 
     A device that touches such an address fails in all that it does afterwards. One question for each 2 MiB that pieces
     begin in: 1 us. Empty where the driver cannot tell.

@@ -85,7 +85,7 @@ def _give_up(process: int, storages: Sequence[_Storage]) -> None:
 
 
 def share(pieces: Sequence[Piece], memory: Sequence[torch.Tensor]) -> Shared:
-    """For all readers, once: torch wraps a storage anew each time. `memory` is each piece as bytes.
+    """Share the memory with all readers. Call it once: torch wraps a storage each time. `memory`: each piece as bytes.
 
     Raises `TransportMissing`.
     """
@@ -230,7 +230,7 @@ def make_ring(index: int, size_bytes: int) -> CudaRing:
 
 
 def open_ring(index: int, body: bytes, size_bytes: int) -> CudaRing:
-    """What another process has made, on this device or one that it has peer access to.
+    """Opens a ring that another process has made. It lies on this device, or on one with peer access.
 
     Raises `TransportMissing`, and `ValueError` where `body` is malformed.
     """
@@ -299,7 +299,7 @@ def _check_is_there(driver: Any, address: int, size_bytes: int) -> None:
 
 
 def _done(answer: tuple[Any, ...]) -> Any:
-    """What a call of the driver has returned. Raises `TransportMissing` where it failed."""
+    """Unpacks the result of a driver call. Raises `TransportMissing` if the call failed."""
     status, *found = answer
     if int(status):
         raise TransportMissing(f"the CUDA driver says {getattr(status, 'name', status)}", hint="use tcp")

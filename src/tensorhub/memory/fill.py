@@ -72,7 +72,7 @@ class Fill:
             raise type(self._revoked)(str(self._revoked), hint=self._revoked.hint)
 
     def revoke(self, error: TensorHubError) -> None:
-        """From now on nothing is taken, and `error` is raised: the permission to read has ended."""
+        """Refuse all later chunks with `error`: the permission to read has ended."""
         with self._lock:
             self._revoked = self._revoked or error
         self.stop_flag.set()

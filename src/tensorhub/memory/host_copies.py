@@ -87,7 +87,7 @@ class Direct(Protocol):
         ...
 
     def copy_to_device(self, start: int, stop: int, address: int) -> None:
-        """The other way round."""
+        """Copies from host memory to the device."""
         ...
 
 
@@ -498,7 +498,7 @@ def on_host(registration: Registration, look: Callable[[], Room | None] = room, 
 
 
 def without_memory(registration: Registration) -> Registration:
-    """How it is laid out, and nothing that holds its memory, or the tensors."""
+    """The same layout without references to its memory or tensors."""
     return _over(registration, Nowhere(registration.size_bytes), ())
 
 
@@ -560,7 +560,7 @@ TILE_BYTES = 256 << 10  # copied, then hashed in the near cache
 
 
 def can_offload(source: ByteStream, target: ByteStream, manifest: Manifest) -> bool:
-    """The mover can do it."""
+    """True if the native library can copy it."""
     is_known = not manifest.digests or manifest.algorithm == ALGORITHM
     is_placed = bare_addresses(source) is not None and isinstance(target, HostStream)
     return load.library() is not None and is_known and is_placed and source.size_bytes == manifest.size_bytes > 0

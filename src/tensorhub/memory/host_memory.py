@@ -88,7 +88,7 @@ class Footing:
         self._check(size_bytes)
 
     def step(self, size_bytes: int) -> None:
-        """So many bytes are about to be touched. Raises `HostMemoryFull` before they are, if others have taken it."""
+        """Call this before bytes are touched. Raises `HostMemoryFull` if other processes have taken the memory."""
         if not self._left_bytes and not self.is_short:
             return
         with self._lock:

@@ -148,7 +148,7 @@ class Share:
         return range(WINDOWS * self._pair, WINDOWS * (self._pair + 1))
 
     def give_back(self) -> None:
-        """Once nothing uses it."""
+        """Give the memory back. Call it once nothing uses it."""
         with self._changed:
             Share._taken_bytes -= self._bytes
             self._readers[self._pair] -= 1
@@ -218,7 +218,7 @@ class _Slot:
 
 @dataclass
 class _Window:
-    """Batches under way."""
+    """The batches of one window that are under way."""
 
     batches: range
     slot: _Slot
@@ -250,7 +250,7 @@ class Landing:
         self._device.wait(self._slots[0].lane)
 
     def _memory(self) -> list[_Slot]:
-        """For each window."""
+        """The landing memory of each window."""
         its = self._its
         if its.largest_bytes > MAX_TILE_BYTES:
             raise NoRoom(f"no room for tiles of {its.largest_bytes} B to land in")

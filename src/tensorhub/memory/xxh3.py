@@ -115,11 +115,11 @@ class Launcher(Protocol):
         ...
 
     def mark(self, lane: int) -> object:
-        """What was launched in that lane so far, for `follow`."""
+        """Marks the work launched in that lane so far, for `follow`."""
         ...
 
     def follow(self, lane: int, mark: object) -> None:
-        """What is launched in this lane from now on runs after that."""
+        """Work launched in this lane from now on runs after the mark."""
         ...
 
     def download(self, address: int, count: int, *, lane: int) -> "array[int]":

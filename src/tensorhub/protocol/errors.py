@@ -150,7 +150,7 @@ class SessionLost(TensorHubError):
 
 
 class TransferError(TensorHubError):
-    """The data plane failed."""
+    """A transfer of bytes between workers failed."""
 
     code = "transfer"
     retryable = True

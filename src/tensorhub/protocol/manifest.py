@@ -141,7 +141,7 @@ class Layout(msgspec.Struct, frozen=True):
         return digest_of_layout(self.encode())
 
     def encode(self) -> bytes:
-        """As it travels from worker to server."""
+        """Encodes it for the wire from worker to server."""
         return msgspec.msgpack.encode(self)
 
 
@@ -388,7 +388,7 @@ class Manifest(msgspec.Struct, frozen=True):
         return Digest(blake2b(msgspec.msgpack.encode(self), digest_size=DIGEST_BYTES).hexdigest())
 
     def encode(self) -> bytes:
-        """As it travels from source to target."""
+        """Encodes it for the wire from source to target."""
         return msgspec.msgpack.encode(self)
 
 
@@ -444,7 +444,7 @@ class TileManifest(msgspec.Struct, frozen=True):
         return Digest(TILED + blake2b(self.encode(), digest_size=DIGEST_BYTES).hexdigest())
 
     def encode(self) -> bytes:
-        """As it travels from source to reader."""
+        """Encodes it for the wire from source to reader."""
         return msgspec.msgpack.encode(self)
 
 

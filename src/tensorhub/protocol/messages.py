@@ -264,11 +264,11 @@ class Failure(_Message, frozen=True):
 
     @classmethod
     def of(cls, error: TensorHubError) -> "Failure":
-        """As it travels; what caused it stays here."""
+        """Encodes an error for the wire, without its cause."""
         return cls(error.code, str(error), error.hint or "")
 
     def bounded(self) -> "Failure":
-        """As it may travel: no text is longer than a message has room for."""
+        """The failure with its texts shortened to the limit of a message."""
         return Failure(self.code, shortened(self.message, MAX_TEXT), shortened(self.hint, MAX_HINT))
 
 

@@ -66,12 +66,12 @@ TILED = "tiled-"  # how the root of a content begins that has a digest for each 
 
 
 def is_boxed(layout: Digest) -> bool:
-    """What the tensors of that layout are does not depend on the shard's number."""
+    """True if the tensors of that layout do not depend on the shard's number."""
     return layout.startswith(BOXED)
 
 
 def is_partial(layout: Digest) -> bool:
-    """All of that layout may not be all of a version."""
+    """True if the layout may leave out some of a version."""
     return layout.startswith(PARTIAL)
 
 

@@ -105,7 +105,7 @@ class ModelView(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True):
-    """The whole picture."""
+    """The status of all models, replicas and workers."""
 
     protocol: str
     uptime_s: float

@@ -22,7 +22,7 @@ EMPTY: Ints = np.zeros(0, np.int64)
 
 
 def ints(values: Sequence[int]) -> Ints:
-    """As one array."""
+    """Joins the numbers into one array."""
     return np.array(values, np.int64)
 
 
@@ -267,7 +267,7 @@ class Grid:
 
     @property
     def size_bytes(self) -> int:
-        """Of all tensors."""
+        """The size of all tensors together."""
         return sum(tensor.size_bytes for tensor in self.tensors)
 
     @property

@@ -569,7 +569,7 @@ def _shared(sizes: Ints, load: Ints, members: Ints) -> Ints:
 
 
 def _is_direct(tiles: Tiles, fetch_of: Ints, is_own: Bools, count: int) -> Bools:
-    """It fills one place, wholly."""
+    """For each tile: true if it fills one whole place."""
     places = np.bincount(fetch_of[is_own], minlength=count)
     parts = np.bincount(fetch_of[is_own & ~tiles.is_whole], minlength=count)
     found: Bools = (places == 1) & (parts == 0)

@@ -269,7 +269,7 @@ class Across(Fill):
 
     @property
     def missing(self) -> int:
-        """Tiles that are not there."""
+        """The tiles that are not in place yet."""
         return self._missing
 
     def tile_sinks(self, sources: Sequence[Source]) -> list[TileSink]:
@@ -311,7 +311,7 @@ class Across(Fill):
         return len(tile_sink.take_rest())
 
     def filled(self, tiles: Ints) -> None:
-        """These are in place."""
+        """Note that these tiles are in place."""
         with self._telling:
             with self._lock:
                 self.check()

@@ -29,7 +29,7 @@ PIECE_BYTES = 256 * 1024  # of an answer, to be taken in the time after which a 
 
 
 class _Caller:
-    """A connection."""
+    """One connection to the server."""
 
     def __init__(self, now: float) -> None:
         self.idle_since = now  # since it came, or since its last request was handled
@@ -204,19 +204,19 @@ class UnknownClient(asyncio.Protocol):
         self._refuse()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """It has gone."""
+        """Called when the peer has closed the connection."""
         self._inner.connection_lost(error)
 
     def eof_received(self) -> None:
-        """It says nothing more."""
+        """Called when the peer sends no more."""
         self._inner.eof_received()
 
     def pause_writing(self) -> None:
-        """It reads too slowly."""
+        """Called when the peer reads too slowly."""
         self._inner.pause_writing()
 
     def resume_writing(self) -> None:
-        """It has caught up."""
+        """Called when the peer has caught up."""
         self._inner.resume_writing()
 
 

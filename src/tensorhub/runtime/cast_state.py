@@ -146,7 +146,7 @@ class BackgroundUnpublish:
             self._task.add_done_callback(lambda _: function())
 
     def end(self) -> None:
-        """The worker has gone."""
+        """Called when the worker has closed."""
         if self._task is not None:
             self._task.cancel()
 
@@ -283,7 +283,7 @@ class Suspension:
 
     @property
     def is_suspended(self) -> bool:
-        """Any thread may ask."""
+        """True while casts are suspended. Any thread may ask."""
         return self._given is not None
 
     def check(self, verb: str) -> None:
@@ -318,7 +318,7 @@ class Suspension:
             registration.close()
 
     def over(self) -> None:
-        """Tensors were registered."""
+        """Called when tensors were registered."""
         self._given = None
 
     def again(self, tensors: "type_of_weights | None") -> Registration:

@@ -307,7 +307,7 @@ class Boxing:
             self._watch = asyncio.get_running_loop().create_task(self._watched())
 
     def end(self) -> None:
-        """The worker leaves."""
+        """Called when the worker closes."""
         if self._watch is not None:
             self._watch.cancel()
 
@@ -644,7 +644,7 @@ class Client:
 
     @property
     def manifest_held(self) -> Known | None:
-        """Of the version held."""
+        """The manifest of the version held."""
         content, held = self.driver.data.content, None if self.driver.is_gone else self.driver.worker.held
         if held is None:
             return None

@@ -550,7 +550,7 @@ class Routes:
 
 @dataclass(frozen=True)
 class Measured:
-    """How a read goes."""
+    """The measured path, rate and bytes of a read."""
 
     path: str
     rate_bytes_per_s: int
@@ -567,7 +567,7 @@ class Meter:
         self.began = clock()
 
     def look(self) -> Measured:
-        """How it goes now."""
+        """Measures the read now."""
         now, arrived = self._clock(), self._read.arrived_bytes
         self._seen.append((now, arrived))
         while len(self._seen) > 2 and self._seen[1][0] <= now - RATE_OVER_S:

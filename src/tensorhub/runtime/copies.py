@@ -381,7 +381,7 @@ class HostCopies:
         )
 
     def _load(self, content: Content, target: Registration, pool: HostMemory | None, manifest: Known) -> bool:
-        """The other way round."""
+        """Copies a host copy into the registered tensors."""
         is_done = _is_dense(manifest, target.stream) and copy_directly(
             target.stream,
             content.registration,

@@ -50,7 +50,7 @@ NO_ROOM_S = 1.0  # a fetch ahead that finds none is soon ordered again: let othe
 
 
 class DataPlane:
-    """The bytes of one worker."""
+    """Moves the bytes of one worker: serves, reads and copies."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class DataPlane:
         self.start_read(grant, is_only_opened=True)
 
     def start_read(self, grant: Grant, *, is_only_opened: bool = False) -> None:
-        """Read what is missing."""
+        """Start to read the missing chunks."""
         if grant.is_across or is_tiled(grant.root):
             self.tiles.read(grant, is_only_opened=is_only_opened)
             return

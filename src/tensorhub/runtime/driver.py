@@ -96,7 +96,7 @@ class LongWait:
             _log.warning("%s goes on waiting after %.0f s: %s", self._what, time.monotonic() - self._began, why)
 
     def end(self) -> None:
-        """The call is over."""
+        """Called when the call is over."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -133,7 +133,7 @@ def failed(failure: Failure | Refusal) -> TensorHubError:
 
 
 class Driver:
-    """One life of one worker."""
+    """Runs one worker from joining to closing."""
 
     def __init__(
         self,

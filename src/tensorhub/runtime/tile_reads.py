@@ -89,7 +89,7 @@ T = TypeVar("T")
 
 
 class State(Enum):
-    """How far a read is."""
+    """The state of a read across layouts."""
 
     LOOKING = "its sources are asked what they are"
     OPENED = "it waits to be started"
@@ -115,7 +115,7 @@ class SourceRead:
 
     @property
     def arrived_bytes(self) -> int:
-        """In all."""
+        """Bytes received in all."""
         return self.before_bytes + (self.read.arrived_bytes if self.read is not None else 0)
 
     def log_end(self, me: WorkerId) -> None:
@@ -149,7 +149,7 @@ def known(error: Exception, version: Version) -> TensorHubError:
 
 
 class TileReading:
-    """One read."""
+    """One read across layouts."""
 
     def __init__(self, plane: "TilePlane", grant: Grant, *, starts: bool) -> None:
         """`starts`: bytes are wanted as soon as it is known what it is."""
@@ -541,7 +541,7 @@ class TilePlane:
         self.data.call_soon(then)
 
     def forget(self, ticket: Ticket) -> None:
-        """The read has ended."""
+        """Called when the read has ended."""
         if self.reading is not None and self.reading.ticket == ticket:
             self.reading = None
             taken, self._taken, copies = self._taken, None, self.data.copies

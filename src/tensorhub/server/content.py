@@ -138,7 +138,7 @@ def judge_content(state: State, model: Model, replica: Replica, member: Member, 
 
 
 def content_beside(report: Report) -> tuple[object, ...]:
-    """What it says of content, beside its buffer."""
+    """The content that the worker reports beside its buffer."""
     what = report.copies, report.newest, report.newest_epoch, report.layout, report.pins, report.closing
     return what, report.cross_site_bytes
 
@@ -236,7 +236,7 @@ def _judged_copies(state: State, model: Model, member: Member) -> tuple[HostCopy
 
 
 def _count_cross_site(model: Model, member: Member, before: Report) -> None:
-    """What it has received from other sites since its report before."""
+    """Counts the bytes received from other sites since the report before."""
     for version, received in list(member.report.cross_site_bytes.items())[:MAX_CROSS_SITE_VERSIONS]:
         record = model.versions.get(Version(version))
         news = received - before.cross_site_bytes.get(version, 0)

@@ -81,7 +81,7 @@ class GroupCall:
         return bool(self.differing or self.pending) and not self.is_over
 
     def difference(self, replica: ReplicaName) -> str:
-        """Which shards call something else."""
+        """Names the shards whose calls differ."""
         others = some_shards(list(self.arrived)) or "the others"
         found = [f"shard {shard} of {replica} called {text or self}" for shard, text in self.differing.items()]
         if not any(self.differing.values()):
@@ -327,5 +327,5 @@ class Replica:
 
 
 def _said_of(call: GroupCall | CallReport) -> tuple[object, ...]:
-    """What all shards of a replica have to say alike."""
+    """The fields that all shards of a replica must give alike."""
     return call.verb, call.spec, call.claim, call.waits

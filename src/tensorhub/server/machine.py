@@ -167,7 +167,7 @@ class Server:
         return self.state.is_recovering
 
     def status(self, *, now: float) -> Status:
-        """What there is, for people; changes nothing but the time."""
+        """Builds the status for people. Changes nothing but the time."""
         self._advance_clock(now)
         return status_of(self.state)
 
@@ -340,7 +340,7 @@ class Server:
         return [(member.sender, self._orders(model, member, told))]
 
     def _say_again(self, member: Member) -> tuple[str, ToWorker]:
-        """What it was told last."""
+        """Sends the last orders again."""
         assert member.told is not None
         return member.sender, self._orders(self.state.models[member.hello.model], member, member.told)
 

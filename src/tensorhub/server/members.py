@@ -130,7 +130,7 @@ class Avoided:
     times: int = 0  # that it was left in a row
 
     def again(self, now: float, first_s: float, max_doublings: int) -> "Avoided":
-        """It was left once more."""
+        """Count that a reader has left the source once more."""
         return Avoided(now + first_s * 2.0 ** min(self.times, max_doublings), self.times + 1)
 
 
@@ -337,7 +337,7 @@ class OpenRead:
         return self.grant.is_across
 
     def reads_copy_of(self, worker: WorkerId) -> bool:
-        """What it reads there is a host copy."""
+        """True if it reads a host copy of that worker."""
         return any(each.worker == worker and each.from_host for each in self.sources)
 
 
@@ -380,7 +380,7 @@ class OpenReads:
         return [read for read in reads if read.version == version and read.reads_copy_of(source)]
 
     def load(self, source: WorkerId) -> int:
-        """How many reads are open on it."""
+        """The number of reads that are open on it."""
         return len(self._from_source.get(source, {}))
 
     def close(self, reader: WorkerId, upto: Ticket | None) -> list[OpenRead]:

@@ -193,7 +193,7 @@ def updates_last(state: State, model: Model, member: Member) -> bool:
 
 
 def version_to_offload(state: State, model: Model, member: Member) -> Version | None:
-    """What it has to copy to its own host memory before its buffer may change."""
+    """The version that the member copies to its host memory before its buffer may change."""
     buffer = member.content.buffer
     if not isinstance(buffer, Withdrawing) or member.report.closing or member.may_drop:
         return None
@@ -316,7 +316,7 @@ def _is_left_to_spot(state: State, model: Model, record: VersionRecord, leaver: 
 
 
 def _version_to_copy_ahead(model: Model, member: Member) -> Version | None:
-    """What it has to copy, or has copied, while it holds it."""
+    """The version that the member copies, or has copied, while it holds it."""
     buffer, report = member.content.buffer, member.report
     if not isinstance(buffer, Holding) or not buffer.published or not member.hello.reliable or report.closing:
         return None
@@ -332,7 +332,7 @@ def _version_to_copy_ahead(model: Model, member: Member) -> Version | None:
 
 
 def version_to_copy(state: State, model: Model, member: Member) -> Version | None:
-    """What it is to copy from its tensors to host memory now, after what it is to let go."""
+    """The version that the member copies to host memory now, after it has dropped others."""
     if model.is_listening:
         return None
     return version_to_offload(state, model, member) or _version_to_copy_ahead(model, member)
@@ -421,7 +421,7 @@ def _is_promised(state: State, model: Model, member: Member, copy: HostCopy) -> 
 
 
 def version_to_fetch(state: State, model: Model, replica: Replica, member: Member) -> Version | None:
-    """What it is to fill a host copy with, as far as there is room."""
+    """The version that the member fetches into a host copy, if there is room."""
     report = member.report
     if model.is_listening or report.closing or not _may_want_a_copy(model, member):
         return None
@@ -449,7 +449,7 @@ def _may_want_a_copy(model: Model, member: Member) -> bool:
 
 
 def _wanted_copies(state: State, model: Model, member: Member) -> Iterator[Version]:
-    """What it should have a host copy of, the most important first."""
+    """The versions of which the member should have host copies, the most important first."""
     if model.closing:
         for version in model.retained():
             if is_heir(state, model, model.look_up(version), member):

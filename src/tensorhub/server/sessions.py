@@ -49,7 +49,7 @@ from .versions import Model, Writer
 
 
 def remember(state: State, history: History) -> None:
-    """What a journal says of former lives."""
+    """Restores what a journal says of former lives of the server."""
     for name, told in history.models.items():
         model = state.models[name] = Model(name, 1, state.settings.max_versions)
         model.keeps_established, model.began = state.settings.keep_established, told.began
@@ -70,7 +70,7 @@ def remember(state: State, history: History) -> None:
 
 
 def records_of(state: State) -> Iterator[Record]:
-    """What this life of the server knows, as a journal says it."""
+    """The journal records for what this life of the server knows."""
     for name, model in state.models.items():
         living = {member.worker: member.session for member in state.members.all() if member.hello.model == name}
         told = ModelHistory({**model.awaited, **living}, began=model.began)
@@ -225,7 +225,7 @@ def _note_sharing(state: State, member: Member) -> None:
 
 
 def note_call(member: Member) -> None:
-    """What has failed is counted for each call."""
+    """Note a new call. Failures are counted for each call."""
     call = member.report.call
     number = call.number if call is not None else 0
     if number != member.tries.call:
@@ -233,7 +233,7 @@ def note_call(member: Member) -> None:
 
 
 def _count_failure(state: State, reader: Member, failure: TicketFailure, reads: list[OpenRead]) -> None:
-    """What follows from a failed read: for its reader, and for all others that might choose that source.
+    """Counts a failed read: for its reader, and for all others that might choose that source.
 
     `reads`: those that its reader had until then.
     """
@@ -402,7 +402,7 @@ def _known(state: State, report: Report, sender: str) -> Member | None:
 
 
 def _take_in(state: State, model: Model, member: Member, report: Report, arrived: float) -> None:
-    """All that follows from it, for its sender alone."""
+    """Takes in the parts of a report that concern its sender alone."""
     count(state, report)
     member.note_heard(max(state.now, arrived), state.settings)
     member.report = report
@@ -457,12 +457,12 @@ def _has_heard_the_end(state: State, model: Model, member: Member, report: Repor
 
 
 def is_same(report: Report, before: Report) -> bool:
-    """Nothing new but that its worker lives, and what it has heard. Of one that has no read open."""
+    """True if the report says only that the worker lives, and which message it has received. It has no read open."""
     return report.buffer == before.buffer and report.reading == before.reading and _is_same_beside(report, before)
 
 
 def is_progress(report: Report, before: Report) -> bool:
-    """Nothing new but that the fill of its buffer has gone on."""
+    """True if the report says only that the fill of its buffer has gone on."""
     now, then = report.buffer, before.buffer
     if not (isinstance(now, Filling) and isinstance(then, Filling) and now.version == then.version):
         return False
@@ -620,7 +620,7 @@ def connect(state: State, hello: Hello, sender: str) -> None:
 
 
 def disconnect(state: State, sender: str) -> None:
-    """The connection is gone."""
+    """Called when the connection has ended."""
     state.spent.pop(sender, None)
     hello = state.hellos.pop(sender, None)
     member = state.members.get(state.speakers.pop(sender)) if hello is not None else None

@@ -47,7 +47,7 @@ LATE = 0.5  # of the time between two reports: to be called later than that is a
 
 @dataclass
 class Clock:
-    """One life's time."""
+    """The clock of one life of the server."""
 
     now: float  # awake
     started: float
@@ -153,7 +153,7 @@ class State:
         self.note_size()
 
     def note_size(self) -> None:
-        """Members have come or gone."""
+        """Called when members have joined or left."""
         self.report_s = self.settings.report_s_of(len(self.members))
 
     def next_number(self) -> Number:

@@ -352,7 +352,7 @@ class Model:
         return Glance(key, available, newest_established, outliving, anywhere, anywhere | outliving)
 
     def take_place(self, worker: WorkerId, site: str, host: str) -> None:
-        """The worker is there now."""
+        """Note that the worker holds the version now."""
         self.sites[site] += 1
         self.hosts.setdefault(host, {})[worker] = None
 

@@ -40,7 +40,7 @@ class StopFlag:
 
     @property
     def address(self) -> int:
-        """For the mover."""
+        """The address, for the native library."""
         return ctypes.addressof(self.state)
 
 
@@ -60,7 +60,7 @@ class Until:
 
     @property
     def address(self) -> int:
-        """For the mover."""
+        """The address, for the native library."""
         return ctypes.addressof(self._value)
 
 
@@ -115,7 +115,7 @@ class Progress:
             return self._prefix
 
     def mark_all(self, chunks: Iterable[int]) -> None:
-        """These are complete."""
+        """Mark these chunks as complete."""
         if isinstance(chunks, range) and chunks.step == 1 and self._library is not None:
             if chunks:
                 self._have[chunks.start : chunks.stop] = b"\x01" * len(chunks)

@@ -52,7 +52,7 @@ from .local.transport import (
     SEAL,
     LocalJob,
     LocalRead,
-    LocalServed,
+    LocalServedExport,
     LocalServer,
     LocalSettings,
     LocalTransport,
@@ -242,7 +242,7 @@ class Offered:
         self._is_over = False
 
     def keep(self, give_up: Callable[[], object] | None) -> None:
-        """In place of what it was before. `give_up` is called when it is kept no more."""
+        """Replaces the `give_up` of before, and calls that one. `give_up` is called when this is over."""
         with self._lock:
             due = (self._give_up, give_up if self._is_over else None)
             self._give_up = None if self._is_over else give_up
@@ -297,7 +297,7 @@ class Feed:
             self._filled.popleft()
 
 
-class CudaServed(LocalServed):
+class CudaServedExport(LocalServedExport):
     """An export, and whether it is on a device. To ask may compile kernels: not while the server's lock is held."""
 
     def __init__(self, export: Export) -> None:
@@ -320,15 +320,15 @@ class CudaServer(LocalServer):
         super().__init__(settings, place)
 
     def make_served_export(self, export: Export) -> ServedExport:
-        return CudaServed(export)
+        return CudaServedExport(export)
 
     def why_not(self, served: ServedExport) -> Refusal | None:
-        assert isinstance(served, CudaServed)
+        assert isinstance(served, CudaServedExport)
         return None if served.is_on_device else Refusal("memory", "its tensors are not all on a device")
 
     def introduce(self, wire: Wire, served: ServedExport, hello: Hello) -> None:
         """The manifest, and the memory."""
-        assert isinstance(served, LocalServed)
+        assert isinstance(served, LocalServedExport)
         AnnouncingServer.introduce(self, wire, served, hello)
         registration, lifeline = self._lifeline_of(served.export.stream)
         reader = Ends(os.pipe)  # its writing end is the reader's alone, once this process has closed its own
@@ -559,7 +559,7 @@ class CudaTransport(LocalTransport):
 
 
 class CudaJob(LocalJob):
-    """What a read knows besides."""
+    """The additional state of a read from a device."""
 
     def __init__(self, settings: TcpSettings, endpoint: str, key: str, sink: Sink, peers: Peers) -> None:
         super().__init__(settings, endpoint, key, sink, maps=False)

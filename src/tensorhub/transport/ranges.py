@@ -85,7 +85,7 @@ class Addresses:
 
     @property
     def count(self) -> int:
-        """How many pieces."""
+        """The number of pieces."""
         return len(self.starts)
 
     def encode(self) -> bytes:
@@ -230,7 +230,7 @@ class Rows:
 
     @property
     def stop(self) -> int:
-        """Where the last one ends."""
+        """The end of the last piece."""
         return self.starts[-1]
 
     @classmethod
@@ -372,7 +372,7 @@ def placed(rows: Rows, stream: ByteStream) -> Placed | None:
 
 
 def table_of(addresses: Addresses) -> shapes.Table:
-    """For the library. `addresses` must outlive its use."""
+    """The table for the native library. `addresses` must outlive its use."""
     pairs, starts = addresses.pairs.buffer_info()[0], addresses.starts.buffer_info()[0]
     return shapes.Table(pairs=pairs, starts=starts, count=addresses.count, size=addresses.stop)
 
@@ -431,7 +431,7 @@ class Batches:
 
     @cached_property
     def largest_bytes(self) -> int:
-        """Of the largest batch."""
+        """The size of the largest batch."""
         return max((stop - start for start, stop in pairwise(self.bounds)), default=0)
 
     @classmethod
@@ -482,7 +482,7 @@ class Batches:
 
     @classmethod
     def decode(cls, body: bytes | bytearray, source_bytes: int, chunk_bytes: int) -> "Batches":
-        """What a peer wants. Raises `BadPieces`."""
+        """Decodes a peer's request. Raises `BadPieces`."""
         if len(body) % 8 or len(body) < 16:
             raise BadPieces(f"{len(body)} B are no numbers")
         words = array("Q")

@@ -108,7 +108,7 @@ class Count:
         return True
 
     def descriptors(self) -> tuple[int, ...]:
-        """What no forked child keeps: it would keep the lock."""
+        """Descriptors that a forked child closes: it would keep the lock."""
         return (self._own,)
 
 
@@ -177,7 +177,7 @@ class Sealed:
         return bool(library.have_large(self.large, self.address + start, stop - start))
 
     def descriptors(self) -> tuple[int, ...]:
-        """What no forked child keeps."""
+        """Descriptors that a forked child closes."""
         return (self.descriptor,)
 
 
@@ -216,7 +216,7 @@ class Shared:
         return True
 
     def descriptors(self) -> tuple[int, ...]:
-        """What no forked child keeps."""
+        """Descriptors that a forked child closes."""
         return (self.descriptor,)
 
 

@@ -207,7 +207,7 @@ class HostCopyRecords:
         return CopyOut(buffer.version, is_ahead=isinstance(buffer, Holding))
 
     def copied_out(self, version: Version, failure: Failure | None) -> None:
-        """The offload has ended."""
+        """Called when the offload has ended."""
         self._copied("out", version)
         if failure is None:
             self.by_version[version] = replace(self.by_version[version], whole=True)
@@ -255,7 +255,7 @@ class HostCopyRecords:
         return found
 
     def dropped(self, version: Version) -> None:
-        """Its memory is free."""
+        """Called when its memory is free."""
         dropping = self.dropping.get(version)
         if dropping is None or not dropping.is_freeing:
             raise InvariantViolation(f"the copy of version {version} was dropped, which was not asked for")

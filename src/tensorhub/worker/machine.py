@@ -36,7 +36,7 @@ from .state import Call, WorkerState, contradiction
 
 
 def report_of(worker: WorkerState) -> Report:
-    """How things are here. It gets its number when it is sent."""
+    """Builds the report. It gets its number when it is sent."""
     layout, departure = worker.layout, worker.departure
     return Report(
         number=0,

@@ -126,7 +126,7 @@ class ReadSlot:
         return self.reading
 
     def go_on(self) -> None:
-        """Read what was opened."""
+        """Start to read from the opened source."""
         assert self.reading is not None
         assert self.begun is not None
         assert self.is_opened
@@ -159,7 +159,7 @@ class ReadSlot:
             self.effects.append(StopRead(self.reading.ticket))
 
     def measured(self, event: ReadMeasured) -> None:
-        """How the open read goes: for people, and for the server, which leaves a source that is too slow."""
+        """Measurements of the open read. The server uses them to leave a source that is too slow."""
         if self.reading is not None and self.reading.ticket == event.ticket:
             words = {name: shortened(getattr(event, name), MAX_WORDS) for name in ("transport", "path", "why")}
             rate, arrived = event.rate_bytes_per_s, event.arrived_bytes
@@ -199,6 +199,6 @@ class ReadSlot:
         return self.closed
 
     def take_effects(self) -> list[Effect]:
-        """What it wants done since the last time."""
+        """Returns the effects that were added since the last call."""
         effects, self.effects = self.effects, []
         return effects

@@ -48,7 +48,7 @@ def serving_stopped(worker: WorkerState, version: Version) -> None:
 
 
 def copied_out(worker: WorkerState, version: Version, failure: Failure | None) -> None:
-    """An offload has ended."""
+    """Called when an offload has ended."""
     worker.copies.copied_out(version, failure)
     worker.note(f"offload of version {version} ended: {failure.message if failure else 'done'}")
 
@@ -194,7 +194,7 @@ def barred(worker: WorkerState, event: events.ReadBarred) -> None:
 
 
 def advanced(worker: WorkerState, event: events.ReadAdvanced) -> None:
-    """More chunks are in place."""
+    """Called when more chunks are in place."""
     reading = worker.reading
     if reading is None or reading.ticket != event.ticket:
         return

@@ -63,7 +63,7 @@ CREDENTIALS = struct.Struct("@iII")  # struct ucred: process, user, group
 _BACKLOG = 1024
 
 
-class LocalServed(ServedExport):
+class LocalServedExport(ServedExport):
     """An export with a seal; with two, once a reader maps it. Guarded by the server's lock as the rest is."""
 
     def __init__(self, export: Export) -> None:
@@ -109,7 +109,7 @@ class LocalServer(AnnouncingServer):
         return format_endpoint(self._place, self._name, self.kind)
 
     def make_served_export(self, export: Export) -> ServedExport:
-        return LocalServed(export)
+        return LocalServedExport(export)
 
     def why_refused(self, wire: Wire, hello: Hello) -> Refusal | None:
         _, user, _ = credentials_of(wire.sock)
@@ -123,7 +123,7 @@ class LocalServer(AnnouncingServer):
         return Refusal("memory", "its tensors are in a device's memory, which only that device's driver can read")
 
     def introduce(self, wire: Wire, served: ServedExport, hello: Hello) -> None:
-        assert isinstance(served, LocalServed)
+        assert isinstance(served, LocalServedExport)
         super().introduce(wire, served, hello)
         stream = served.export.stream
         if not isinstance(stream, Located):
@@ -136,7 +136,7 @@ class LocalServer(AnnouncingServer):
             self._share(wire, served, regions_of(addresses), is_kept=hello.shares)
         wire.send_frame(MEMORY_FRAME, payload=[SEAL.pack(served.seal.address, served.seal.value), body])
 
-    def _share(self, wire: Wire, served: LocalServed, regions: tuple[Region, ...], *, is_kept: bool) -> None:
+    def _share(self, wire: Wire, served: LocalServedExport, regions: tuple[Region, ...], *, is_kept: bool) -> None:
         """Hand over the memory itself, if it is such memory; for good where it is whole and not withdrawn.
 
         Whoever has withdrawn it may write to it again, and comes by this lock before.
@@ -189,7 +189,7 @@ class Remote:
 
     @property
     def is_native(self) -> bool:
-        """The mover can read it."""
+        """True if the native library can read it."""
         return self._process.pidfd >= 0
 
     @property

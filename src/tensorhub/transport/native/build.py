@@ -44,7 +44,7 @@ def fingerprint() -> str:
 
 
 def choice() -> str:
-    """What `TENSORHUB_BUILD` says."""
+    """The value of `TENSORHUB_BUILD`."""
     found = os.environ.get("TENSORHUB_BUILD", "").strip().lower() or "auto"
     return found if found in CHOICES else "auto"
 

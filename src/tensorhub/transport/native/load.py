@@ -87,7 +87,7 @@ def _typed(function: "ctypes._NamedFuncPointer", result: object, *arguments: obj
 
 
 def is_left_out() -> bool:
-    """The variable says so."""
+    """True if the environment variable turns the library off."""
     return os.environ.get(VARIABLE, "").strip().lower() in OFF
 
 

@@ -81,7 +81,7 @@ class Memory(msgspec.Struct, frozen=True, array_like=True):
         return [Place(*place) for place in self.places]
 
 
-class NixlServed(ServedExport):
+class NixlServedExport(ServedExport):
     """An export with a seal."""
 
     def __init__(self, export: Export, page: Page) -> None:
@@ -107,7 +107,7 @@ class NixlServer(AnnouncingServer):
         return SCHEME + super().advertised(listening).removeprefix(TCP)
 
     def make_served_export(self, export: Export) -> ServedExport:
-        return NixlServed(export, self._agents.seals)
+        return NixlServedExport(export, self._agents.seals)
 
     def why_not(self, served: ServedExport) -> Refusal | None:
         if not isinstance(served.export.stream, Located | Placed):
@@ -116,7 +116,7 @@ class NixlServer(AnnouncingServer):
         return Refusal("short", lacking) if lacking else None
 
     def introduce(self, wire: Wire, served: ServedExport, hello: Hello) -> None:
-        assert isinstance(served, NixlServed)
+        assert isinstance(served, NixlServedExport)
         super().introduce(wire, served, hello)
         agent = self._agents.introducing(served.export.stream)
         region = self._registered(wire, agent, served.export.stream)

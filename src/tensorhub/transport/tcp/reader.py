@@ -303,7 +303,7 @@ class Job:
             self.finish()  # a stream that is still connecting is not waited for
 
     def close(self) -> None:
-        """The last stream has ended."""
+        """Called when the last stream has ended."""
 
     def lost(self, why: str) -> SourceLost:
         missing = "" if self.missing is None else f", {self.missing} chunks missing"
@@ -459,7 +459,7 @@ class Stream:
                 raise Garbled(self._garbled(state))
 
     def _garbled(self, state: shapes.StreamState) -> str:
-        """What came, and why it cannot be."""
+        """The error for a message that the protocol forbids."""
         if state.kind == tcp_wire.WAITING:
             return f"a keepalive with {state.length} B"
         if state.kind == tcp_wire.GONE:

@@ -105,7 +105,7 @@ class Admission:
         return True
 
     def leave(self, wire: Wire) -> None:
-        """It is gone."""
+        """Called when the reader has gone."""
         self._unauthenticated.pop(wire, None)
         self._admitted.pop(wire, None)
 
@@ -185,7 +185,7 @@ class Conversation:
         return idle_s(state.idle_since or None, has_asked=bool(state.kind))
 
     def add_to(self, counts: dict[str, int]) -> None:
-        """What it has sent so far."""
+        """Adds what it has sent so far."""
         for name in ("sent_bytes", "sent_chunks", "lent_bytes"):
             counts[name] += int(getattr(self.state, name))
 

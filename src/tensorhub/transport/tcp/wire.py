@@ -146,7 +146,7 @@ class Pipe:
         return self._in, self._out
 
     def descriptors(self) -> tuple[int, int]:
-        """Both of its ends."""
+        """The descriptors of both ends."""
         return self.ends
 
     def close(self) -> None:
