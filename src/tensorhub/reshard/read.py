@@ -283,7 +283,7 @@ class Across(Fill):
         return [TileSink(self, sources[number], number, plan, order, mine) for number, order in orders]
 
     def _planned(self, mine: Ints, sources: Sequence[Source]) -> _Planned:
-        """How these tiles come, and what each source is asked for."""
+        """Plans these tiles: from which source each comes, and the request to each source."""
         layouts = tuple(source.manifest.layout for source in sources)
         key = (self.manifest.layout, self.manifest.grid, layouts, self._batch_bytes)
         is_whole = len(mine) == len(self.tiles)
@@ -412,7 +412,7 @@ class TiledVersion:
         return [int(tile) for tile in looked_at[found != known[looked_at]]]
 
     def note_parts(self, registration: Registration) -> None:
-        """What lies here has just been verified: note digests of what no manifest has. Blocks.
+        """Notes digests of verified parts that no manifest lists. Blocks.
 
         Those are for this worker alone: its layout was not known when the version was published, so that some tiles
         reach out of its boxes.
@@ -474,7 +474,7 @@ def decoded(boxes: bytes, who: str) -> BoxTable:
 
 
 def tiled_version(registration: Registration, grid: Grid, chunk_bytes: int, *, metadata: bytes = b"") -> TiledVersion:
-    """What is registered now. Blocks. The tensors must not be written meanwhile.
+    """The tiled version of the registered tensors. Blocks. The tensors must not be written meanwhile.
 
     Raises `UsageError` naming tensors whose memory was freed.
     """

@@ -176,7 +176,7 @@ def decode_grid(data: bytes, expected: Digest | None = None) -> Grid:
 
 
 def _check_cuts(grid: Grid, ends: Ints) -> None:
-    """From 0 to the extent of each tensor of the kind, always rising, and not too many tiles."""
+    """Checks that cuts rise from 0 to the extent of each tensor, and that there are not too many tiles."""
     rises = np.diff(grid.cuts) > 0
     rises[ends[1:-1] - 1] = True  # from one dimension to the next
     first, last = grid.cuts[ends[:-1]].reshape(grid.cells.shape), grid.cuts[ends[1:] - 1].reshape(grid.cells.shape)
@@ -237,7 +237,7 @@ def _unpack_tensors(packed: _Tensors) -> tuple[GlobalTensor, ...]:
 
 
 def _deflated(plain: bytes, what: str) -> bytes:
-    """As `_inflated` takes it. What is so regular that it would be refused is packed less tightly."""
+    """Compresses data for `_inflated`. Very regular data are packed less tightly: the ratio has a limit."""
     if len(plain) > MAX_PLAIN_BYTES:
         raise UsageError(f"{what} take {len(plain)} B, and {MAX_PLAIN_BYTES} B are the limit of one shard")
     packed = zlib.compress(plain, LEVEL)
@@ -339,7 +339,7 @@ def _checked(data: bytes, expected: Digest) -> tuple[_Wire, TileManifest]:
 
 
 def publish_tiled_shard(registration: Registration, tiles: Tiles, *, metadata: bytes = b"") -> TiledShard:
-    """What is registered now, tile by tile. Blocks. The tensors must not be written meanwhile.
+    """Makes a tiled shard of the registered tensors. Blocks. The tensors must not be written meanwhile.
 
     Raises `UsageError` naming tensors whose memory was freed.
     """

@@ -152,7 +152,7 @@ class _Picture:
         self._encoded: dict[str | None, asyncio.Task[bytes]] = {}
 
     def encoded(self, model: str | None) -> "asyncio.Task[bytes]":
-        """As JSON; None: all of it."""
+        """Encodes it as JSON; None: all of it."""
         if model not in self._encoded:
             self._encoded[model] = asyncio.create_task(self._encode(model))
         return self._encoded[model]
@@ -274,7 +274,7 @@ class Answers:
         return await self._answer(("next", model), look, lambda found: found.version is not None, patience_s)
 
     async def _described(self, request: web.Request) -> web.StreamResponse:
-        """What one shard of a version is, and who has it."""
+        """Describes one shard of a version, and names the workers that hold it."""
         self._authorise(request)
         try:
             model, patience_s = _model(request), _patience_s(request)

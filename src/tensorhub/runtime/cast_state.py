@@ -238,7 +238,7 @@ class CastState:
         self._root = root
 
     async def give_back(self, registration: Registration | None, held: Holding | None, deadline: float) -> None:
-        """To the masters, if that content has come into the buffer since they were last the same."""
+        """Casts back to the masters, if the buffer has new content since they were last equal."""
         casts = registration.casts if registration is not None else None
         if held is None:
             return
@@ -252,7 +252,7 @@ class CastState:
         self._root, self._torn = held.root, ""
 
     async def _run(self, work: Callable[[Callable[[], bool]], None], deadline: float, what: str) -> None:
-        """In threads, until the deadline at the latest; afterwards no thread casts."""
+        """Runs in threads, until the deadline at the latest. Afterwards no thread casts."""
         over, began = threading.Event(), time.monotonic()
         job = asyncio.ensure_future(in_thread(lambda: work(over.is_set), name="cast"))
         job.add_done_callback(

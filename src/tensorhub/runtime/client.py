@@ -103,7 +103,7 @@ async def hashed(
     metadata: bytes,
     deadline: float,
 ) -> Known:
-    """What is registered now. `held` is what is held already, and is to be the same.
+    """Hashes the registered tensors. `held` is what is held already, and is to be the same.
 
     Raises `VersionConflict` naming tensors that are not, where all of it cannot be hashed anew.
     """
@@ -230,7 +230,7 @@ class Pins:
             _log.warning(text, self._me, data.registration.size_bytes, data.copies.why_none, MORE_ROOM)
 
     def update_at_once(self, called: Called, hello: Hello) -> Version | None:
-        """What an update to "prefetched" comes to without the server; None where that has to be asked.
+        """The result of an update to "prefetched" without the server; None if the server must be asked.
 
         Raises `UsageError` where nothing is ever fetched ahead, with the limit that has no room for it.
         """
@@ -528,7 +528,7 @@ class Client:
         self.unpublishing.then(lambda: self.driver.miss(called, why))
 
     async def carried(self, called: Called) -> Version | None:
-        """That call, from the machine's answer to its end. Returns the version that is held then."""
+        """Carries out the call, from the machine's answer to its end. Returns the version that is held then."""
         worker, copies, verb = self.driver.worker, self.driver.data.copies, called.verb
         before, copies.spoiled = worker.held, None
         try:
@@ -624,7 +624,7 @@ class Client:
         return published
 
     async def _hashed(self, held: Known | None, deadline: float, metadata: bytes) -> Known:
-        """What is registered now; cast before, unless it is held."""
+        """Hashes the registered tensors. Casts them before, unless the version is held."""
         self._check_usable()  # it may have been closed while masters were compared
         registration = self.driver.data.registration
         assert registration is not None, "why_not_begin had seen a layout"
@@ -633,7 +633,7 @@ class Client:
         return await hashed(self.options, self.me, self.hello.shards, registration, held, metadata, deadline)
 
     def _metadata_of(self, version: Spec, metadata: bytes | None) -> bytes:
-        """What is to be said of that version. Raises `VersionConflict` if it is held here with other words."""
+        """The metadata to publish with that version. Raises `VersionConflict` if it is held here with other words."""
         held = self.manifest_held
         if held is None:
             return metadata or b""

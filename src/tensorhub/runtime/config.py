@@ -452,7 +452,7 @@ def variable_of(name: str) -> str:
 
 
 def worker_options(environ: Mapping[str, str] | None = None, **arguments: object) -> Options:
-    """What applies to a worker. An argument that is None was not given. Raises `UsageError`."""
+    """Reads the options of a worker. An argument that is None was not given. Raises `UsageError`."""
     token, token_file, insecure = map(arguments.get, ACCESS)
     access = access_of(environ, token=token, token_file=token_file, insecure=insecure)
     return replace(options_without_token(environ, **arguments), token=access.token, insecure=access.insecure)
@@ -490,7 +490,7 @@ def check_arguments(given: Mapping[str, object], known: type) -> None:
 
 
 def open_options(**given: Unpack[OpenArguments]) -> Options:
-    """What those arguments come to. Raises `UsageError`, and `TypeError` for an argument that there is none of."""
+    """Reads the options of `open`. Raises `UsageError`, and `TypeError` for an argument that there is none of."""
     check_arguments(given, OpenArguments)
     arguments: dict[str, object] = {**given}
     for argument, name in (("timeout", "connect_s"), ("call_timeout", "timeout_s")):
@@ -536,7 +536,7 @@ def access_of(
     insecure: object = None,
     create: bool = False,
 ) -> Access:
-    """What the arguments, else the environment, else the state directory says of the token. Raises `UsageError`.
+    """Reads the token from the arguments, else the environment, else the state directory. Raises `UsageError`.
 
     An empty token counts as none given. `create`: where there is none, the state directory gets one.
     """
@@ -573,7 +573,7 @@ def with_own_token(options: Options) -> Options:
 
 
 def server_names(names: object = None) -> tuple[str, ...]:
-    """By which names, beside its machine's own, clients may reach a reference server. Raises `UsageError`."""
+    """The names, beside its machine's own, by which clients may reach a reference server. Raises `UsageError`."""
     if names is not None:
         return parse_names(names, "names")
     text = os.environ.get("TENSORHUB_NAMES", "")
@@ -581,7 +581,7 @@ def server_names(names: object = None) -> tuple[str, ...]:
 
 
 def server_settings(environ: Mapping[str, str] | None = None, **arguments: object) -> Settings:
-    """What applies to a reference server's decisions. Raises `UsageError`."""
+    """Reads the settings of a reference server. Raises `UsageError`."""
     environ = os.environ if environ is None else environ
     found: dict[str, object] = {}
     for each in _server_fields():

@@ -94,7 +94,7 @@ def decode_to_worker(data: bytes) -> ToWorker | LayoutWanted:
 
 
 def _nonsense_of(message: ToServer) -> str:
-    """What in a message no worker could mean; empty where all is well."""
+    """The part of a message that no worker could mean; empty if there is none."""
     match message:
         case Hello():
             words, endpoints = (message.life, message.site, message.host), message.endpoints
@@ -244,7 +244,7 @@ def retry_delay_s(attempt: int, random_0_1: float, *, broken_s: float = inf) -> 
 
 
 def why_away(error: Exception) -> str:
-    """What was wrong with a server that could not be asked, in the words of the system."""
+    """The system's reason why a server could not be asked."""
     match error:
         case TimeoutError():
             return "it does not answer"
@@ -264,7 +264,7 @@ def why_away(error: Exception) -> str:
 
 
 def unreached(address: str, why: str, *, hint: str = START, within: str = "") -> tuple[str, str]:
-    """What to say of a server that could not be asked, and what to do. One that is there, but full, is not missing."""
+    """The error and the hint for a server that could not be asked. One that is there, but full, is not missing."""
     if why in THERE:
         return f"the reference server at {address} let no client in{within}: {why}", THERE[why]
     return f"no reference server at {address}{within}: {why}", threads.REMEDIES.get(why, hint)

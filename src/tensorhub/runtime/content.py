@@ -163,7 +163,7 @@ class ForwardingSink(Trusted):
         self._target.touch()
 
     def terms(self) -> Terms | None:
-        """Those of its target, for as long as this read is trusted."""
+        """The terms of its target, as long as this read is trusted."""
         terms = self._target.terms()
         if terms is None or self._touch.lease.clock is not time.monotonic:
             return None
@@ -642,7 +642,7 @@ class Received:
     by_transport: dict[str, int] = field(default_factory=dict)
 
     def count(self, reading: Counted) -> None:
-        """What is new of that read."""
+        """Counts the new bytes of that read."""
         if reading.read is None:
             return
         replica, received = reading.source.worker.replica, reading.read.received_bytes

@@ -158,7 +158,7 @@ class HostCopies:
         return self._pool.limit_bytes if self._pool is not None else 0
 
     def content(self, version: Version, root: Digest, *, is_ahead: bool = False) -> Content:
-        """What is there of that content, or memory for it (ahead: if it can be spared). Raises `HostMemoryFull`.
+        """Returns the copy of that content, or memory for it (ahead: if it can be spared). Raises `HostMemoryFull`.
 
         And `VersionConflict`, where that number is kept with other content.
         """
@@ -398,7 +398,7 @@ class HostCopies:
         return is_done
 
     def _copy(self, source: ByteStream, target: ByteStream, manifest: Known, look: Look) -> None:
-        """All of it; where boxes say what belongs to the version, that and nothing else."""
+        """Copies all bytes; with boxes, only those that belong to the version."""
         is_over = self._is_closed.is_set
         if isinstance(manifest, TiledVersion):
             copy_boxes(source, target, manifest.tiles.table, chunk_bytes=manifest.chunk_bytes, is_over=is_over)
@@ -458,7 +458,7 @@ class HostCopies:
 
 
 def _is_dense(known: Known, device: ByteStream) -> bool:
-    """All bytes on the device belong to the version."""
+    """True if all bytes on the device belong to the version."""
     if not isinstance(device, Direct):
         return False
     return isinstance(known, Manifest) or inside(known.tiles.table)[0] == [(0, known.size_bytes)]

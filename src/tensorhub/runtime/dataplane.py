@@ -95,7 +95,7 @@ class DataPlane:
         self.lease.until = until
 
     def prepare(self, manifest: Known) -> None:
-        """What the tensors are, if the publish that is about to be called succeeds."""
+        """Note the manifest that is served if the publish succeeds."""
         self._prepared = manifest
 
     def start_serving(self, version: Version, root: Digest) -> None:
@@ -221,7 +221,7 @@ class DataPlane:
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def _content_for(self, grant: Grant) -> Content:
-        """What is already there of the granted version, or a new fill."""
+        """Returns the content that already has part of the granted version, or a new fill."""
         assert self.registration is not None, "reading without registered memory"
         if grant.shares:  # no memory yet: these are not written
             content = Content(grant.version, grant.root, self.copies.key(grant.version), self.registration)

@@ -265,7 +265,7 @@ class Driver:
             self.feed(event)
 
     def _with_circumstances(self, failure: Failure) -> Failure:
-        """With what only this process knows of why time ran out."""
+        """Adds to the error what only this process knows of the timeout."""
         if failure.code != DeadlineExceeded.code:
             return failure
         shortage, remedy = threads.recent()
@@ -452,7 +452,7 @@ class Driver:
 
 
 def _fail(error: Closed | InvariantViolation, *futures: "asyncio.Future[Any] | None") -> None:
-    """Who waits for any of them hears so."""
+    """Fails all waiting calls with the error."""
     for future in futures:
         if future is not None and not future.done():
             future.set_exception(error)

@@ -56,7 +56,7 @@ class JournalFile:
             raise UsageError(f"cannot use the journal {path}: {error.strerror or error}") from error
 
     def history(self, *, max_versions: int) -> History | None:
-        """What former lives have written; None if that says nothing."""
+        """The records of former lives of the server; None if there are none."""
         try:
             data = self.path.read_bytes()
         except FileNotFoundError:

@@ -66,7 +66,7 @@ class CrossThreadCall(Generic[T]):
         self._loop.call_soon_threadsafe(self._begin)
 
     def abandon(self) -> None:
-        """From any thread: the caller does not wait any more. `on_settled` comes when nothing is left of the work."""
+        """Called from any thread: the caller waits no longer. `on_settled` comes when nothing is left of the work."""
         self._loop.call_soon_threadsafe(self._abandon)
         self._is_told = True
 
@@ -128,7 +128,7 @@ class CrossThreadCall(Generic[T]):
 
 
 def release(future: "asyncio.Future[None]", loop: asyncio.AbstractEventLoop) -> None:
-    """In the worker loop: a coroutine of that loop need not wait any longer, if it still does."""
+    """Called in the worker loop: ends the wait of a coroutine of that loop."""
     with contextlib.suppress(RuntimeError):  # that loop has ended, and all who waited in it
         loop.call_soon_threadsafe(lambda: None if future.done() else future.set_result(None))
 
@@ -196,7 +196,7 @@ class Tracked(selectors.DefaultSelector):
         track(self)
 
     def descriptors(self) -> list[int]:
-        """What its loop waits for, and its own."""
+        """The descriptors of the loop, and its own."""
         if self.get_map() is None:  # closed
             return []
         return [key.fd for key in list(self.get_map().values())] + [self.fileno()]
@@ -275,7 +275,7 @@ class LoopThread:
         return True
 
     def begin(self, make_work: Callable[[], Coroutine[object, object, object]]) -> None:
-        """For a finaliser, in whatever thread: begun in the loop, and never waited for."""
+        """Called by a finaliser, in any thread: begins the work in the loop, and does not wait."""
         with contextlib.suppress(RuntimeError, MemoryError):  # the loop has ended, and all of its workers
             self.loop.call_soon_threadsafe(self._begin, make_work)
 
@@ -353,7 +353,7 @@ def wait_in(
 
 
 def warn_unreferenced(found: object, name: str) -> None:
-    """By a finaliser, after it has begun to close it: a filter may make an error of the warning."""
+    """Called by a finaliser, after it has begun to close: a filter may turn the warning into an error."""
     text = f"{name} was not closed, and no reference to it is left: it is closed now; call close(), or use `with`"
     warnings.warn(text, ResourceWarning, stacklevel=3, source=found)
 
@@ -471,7 +471,7 @@ def hand_over(loop: asyncio.AbstractEventLoop, function: Callable[..., object], 
 
 
 def report_end(task: "asyncio.Task[None]") -> None:
-    """For tasks that are not awaited: an error is a defect, and is logged."""
+    """Logs the error of a task that is not awaited: it is a defect."""
     if not task.cancelled() and task.exception() is not None:
         _log.error("a task of this worker failed: %r", task.exception(), exc_info=task.exception())
 

@@ -109,7 +109,7 @@ class Listening:
         self._lock = threading.Lock()
 
     def listen(self, host: str, probe_s: float) -> dict[str, Transport]:
-        """In a thread: make them. Raises as `make_transport`."""
+        """Called in a thread: makes the transports. Raises as `make_transport`."""
         found = _listen(host, self._options, probe_s)
         with self._lock:
             self._found = found
@@ -163,7 +163,7 @@ def _hello(
 
 
 def _place(transports: Mapping[str, Transport]) -> str:
-    """Where others can map our host copies, and we theirs; empty if none can. Raises `Unavailable` at a limit."""
+    """The place in which workers can map host copies; empty if they cannot. Raises `Unavailable` at a limit."""
     local = transports.get("local")
     if not isinstance(local, LocalTransport):
         return ""
@@ -182,8 +182,10 @@ def has_kernels() -> bool:
 
 
 def wanted_transports(options: Options) -> tuple[str, ...]:
-    """Those that were named. Where none were: `local` and `tcp`, `cuda` where a device is and the package that launches
-    its kernels, and `nixl` where hardware gives it an advantage.
+    """The transports that were named, or else the default ones.
+
+    The default ones are `local` and `tcp`. With a device and the package that launches its kernels `cuda` is added.
+    Where hardware gives `nixl` an advantage, it is added too.
     """
     if options.transports:
         return options.transports
@@ -274,7 +276,7 @@ def _address_towards(server: str) -> str:
 
 
 def _close_forgotten() -> None:
-    """At the end of the interpreter: tell the server of those who leave, as far as half a second goes."""
+    """Called at interpreter exit: tells the server which workers leave. Takes at most half a second."""
     _close_all(EXIT_S)
 
 

@@ -178,7 +178,7 @@ async def wait_for_holders(
 async def wait_for_description(
     options: Options, model: str, spec: Spec, shard: int, deadline: float
 ) -> tuple[DescribedView, Layout]:
-    """What that shard of the version is.
+    """Waits for the description of that shard of the version.
 
     Raises `VersionUnavailable`, `ServerUnreachable`, `DeadlineExceeded`, `UsageError`.
     """

@@ -143,7 +143,7 @@ class Decider(Protocol):
         """The connection has ended, and all of its messages were handled."""
 
     def rest(self) -> None:
-        """Nothing waits any more."""
+        """Called when no message waits any more."""
 
 
 class Inbox:
@@ -167,7 +167,7 @@ class Inbox:
                 self.report = message
 
     def messages(self) -> list[ToServer]:
-        """In their order: a report may be about the layout that came before it, never the other way round."""
+        """Returns the messages in order: a report may need the layout that came before it, never the reverse."""
         return [message for message in (self.hello, self.layout, self.report) if message is not None]
 
 
@@ -216,7 +216,7 @@ class Intake:
         return inbox
 
     async def run(self) -> None:
-        """For ever: decide for a slice of time, then let the others run."""
+        """Runs until it is cancelled: decides for a slice of time, then lets other tasks run."""
         while True:
             await self._has_mail.wait()
             self._has_mail.clear()
@@ -489,7 +489,7 @@ class ServerShell:
             self._fail(error)
 
     def rest(self) -> None:
-        """Nothing waits: time passes by itself again."""
+        """Called when no message waits: the timer is set again."""
         self._set_timer()
 
     def _tick(self) -> None:
@@ -631,7 +631,7 @@ class ServerShell:
 
     @web.middleware
     async def _part(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Who shows no token gets its answer and keeps no connection: each is a descriptor that a worker may need."""
+        """Answers a client without a token, then closes its connection: a worker may need the descriptor."""
         refused = self.names.why_refuse(request)
         if refused is None and request.body_exists:
             refused = web.Response(status=400, text="no question to a reference server has a body\n")

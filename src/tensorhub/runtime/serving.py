@@ -126,7 +126,7 @@ async def start_server(
 
 
 def _site(runner: web.AppRunner, host: str, port: int) -> web.BaseSite:
-    """Where to listen: all interfaces are one socket, so that both families have one port."""
+    """The site to listen on. All interfaces are one socket, so that both families have one port."""
     if host not in ("", "::"):
         return web.TCPSite(runner, host, port, backlog=BACKLOG)
     if host:
@@ -172,7 +172,7 @@ async def _opened(path: Path, *, is_standby: bool) -> JournalFile:
 
 
 def _not_to_be_had(address: str, error: OSError) -> UsageError:
-    """Whose fault it is, as far as the system says."""
+    """The error for an address that the system refuses: it says whose fault that is."""
     text, hint = f"cannot listen on {address}: ", None
     if isinstance(error, socket.gaierror) or error.errno in (errno.EADDRNOTAVAIL, None):  # asyncio's own, from 3.13 on
         text += "this machine does not have that address"
@@ -374,7 +374,7 @@ class ServerThread:
                 warn_unreferenced(self, repr(self))
 
     def status(self) -> Status:
-        """How things are, seen from inside. Raises `Closed` once it has ended, and in a child that was forked."""
+        """The status, read inside this process. Raises `Closed` once it has ended, and in a child that was forked."""
         check_process(self._pid, repr(self))
         loop, server = self._life.loop, self._server
         assert loop is not None

@@ -76,7 +76,7 @@ class Covering:
 
 
 def _tensors(offers: Iterable[Offer]) -> tuple[GlobalTensor, ...]:
-    """What the sources have together, by name."""
+    """The tensors of all sources together, by name."""
     found = {tensor.name: tensor for offer in offers for tensor in offer.shard.table.tensors}
     return tuple(found[name] for name in sorted(found))
 
@@ -183,7 +183,7 @@ class TileReading:
         self.loop.call_soon(self._advance)
 
     def stop(self) -> bool:
-        """Nothing counts any more. Returns whether anything may have been written."""
+        """Stop the read: no later chunk counts. Returns whether anything may have been written."""
         is_touched = self._touch.bar()
         self._end_soon()
         return is_touched
@@ -261,7 +261,7 @@ class TileReading:
         self._advance()
 
     def _go_on(self) -> None:
-        """Every source brings what it is to bring."""
+        """Start the reads from all sources."""
         assert self.content is not None
         for one in self.sources:
             if one.sink is None and one.tile_sinks:
@@ -497,7 +497,7 @@ class TilePlane:
         return found
 
     def adopt(self, grant: Grant, tiled: TiledVersion) -> Content:
-        """What is already there of that content, or a new fill.
+        """Returns the content that already has part of it, or a new fill.
 
         Raises `HostMemoryFull`, `UsageError`, `VersionConflict`.
         """
@@ -550,7 +550,7 @@ class TilePlane:
                 self.data.begin_for(copies.key(taken), lambda: gone)
 
     def let_go(self) -> None:
-        """All is closed: what was not told to stop has ended too."""
+        """Called when all is closed: reads without a stop have ended too."""
         reading, self.reading = self.reading, None
         if reading is not None:
             reading.let_go()

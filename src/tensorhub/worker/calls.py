@@ -49,7 +49,7 @@ def why_not_begin(worker: WorkerState, event: Called) -> Failure | None:
 
 
 def update_at_once(worker: WorkerState, hello: Hello, event: Called) -> Version | Failure | None:
-    """What an update to "prefetched" comes to where the server need not be asked; None where it has to be.
+    """The result of an update to "prefetched" without the server; None if the server must be asked.
 
     If no newer version is whole in a host copy, a replica of one shard keeps what it holds. If nothing is fetched ahead
     either, that would be so for ever: a mistake.

@@ -254,7 +254,7 @@ class Worker:
         return why_not_begin(self.state, call)
 
     def update_at_once(self, hello: Hello, call: events.Called) -> Version | Failure | None:
-        """What an update to "prefetched" comes to where the server need not be asked; None where it has to be."""
+        """The result of an update to "prefetched" without the server; None if the server must be asked."""
         return update_at_once(self.state, hello, call)
 
     # --- events -------------------------------------------------------------------------------------------------------
