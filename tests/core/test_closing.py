@@ -53,3 +53,18 @@ def test_a_reliable_worker_does_not_leave_its_version_to_a_spot_worker() -> None
     town.joins(OTHER, reliable=False, buffer=Holding(ONE, ROOT))
     town.says(TRAINER, buffer=Withdrawing(ONE, ROOT, published=True), copies_left=1)
     assert (town.orders[TRAINER].offload, town.orders[TRAINER].drained) == (ONE, None)
+
+
+def test_a_closing_worker_waits_for_a_spot_worker_for_a_while_only() -> None:
+    town = Town(spot_handover_s=5.0, lease_s=60.0)
+    town.joins(TRAINER, buffer=PUBLISHED)
+    town.joins(OTHER, reliable=False, copies_left=1)
+    leaves = {"buffer": Withdrawing(ONE, ROOT, published=True), "closing": True}
+    town.says(TRAINER, **leaves)
+    assert (town.orders[TRAINER].drained, town.orders[OTHER].fetch) == (None, ONE)
+    grant = town.orders[OTHER].grant
+    assert grant is not None
+    town.until(6.0)
+    town.says(TRAINER, **leaves)
+    town.says(OTHER, copies_left=1, closed=grant.ticket)
+    assert town.orders[TRAINER].drained == ONE

@@ -156,3 +156,12 @@ def test_a_version_that_its_holder_wants_to_leave_is_not_established() -> None:
     town.joins(OTHER, buffer=Holding(ONE, ROOT))
     town.joins(SPOT, reliable=False, buffer=Withdrawing(TWO, ROOT))
     assert town.server.state.models[TRAINER.model].newest_established == ONE
+
+
+def test_version_0_is_kept_as_any_other() -> None:
+    """A number that is false is a number: its last reliable holder copies it before it leaves it."""
+    town = Town()
+    town.joins(SPOT, reliable=False)
+    town.joins(TRAINER)
+    town.says(TRAINER, buffer=Withdrawing(Version(0), ROOT, published=True), copies_left=1)
+    assert told(town, TRAINER) == (0, None)

@@ -18,6 +18,16 @@ class Mutant:
 
 MUTANTS = (
     Mutant(
+        "version 0 is not copied before its last holder leaves it",
+        "    return offload if offload is not None else _version_to_copy_ahead(model, member)\n",
+        "    return offload or _version_to_copy_ahead(model, member)\n",
+    ),
+    Mutant(
+        "a closing worker waits for a spot worker until its deadline",
+        "    return all(heir.hello.reliable for heir in heirs) or state.now < awaits_spot_until(state, model, leaver)\n",
+        "    return bool(heirs)\n",
+    ),
+    Mutant(
         "a version is established by its publisher alone",
         "            worker.replica != record.publisher and _has_it_to_stay(",
         "            _has_it_to_stay(",
@@ -762,7 +772,7 @@ MUTANTS = (
     ),
     Mutant(
         "a closing worker leaves before another one has its version",
-        "        return not buffer.impatient and bool(_heirs(state, model, record, member))\n",
+        "        return not buffer.impatient and _awaits_heirs(state, model, record, member)\n",
         "        return False\n",
     ),
     Mutant(

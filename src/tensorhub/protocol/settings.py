@@ -21,6 +21,7 @@ class Settings:
     leave_s: float = 30.0  # a source of wrong bytes, or a copy that cannot be mapped, is not tried again for so long
     max_failures: int = 8  # of one call on one shard, before it is given up rather than tried again
     keep_established: bool = True  # for one host copy, nothing that has left its publisher is lost with it
+    spot_handover_s: float = 30.0  # a closing worker waits so long for a spot worker: 50 GiB at 2 GB/s
     default_retain: int = 1  # the newest is what rollouts ask for next; 0: none is kept
     max_retain: int = 8  # a worker that keeps 8 may take host memory for 9 copies of its shard
     max_versions: int = 256  # remembered of one model, held or not: years of "latest-N", 1.6 KiB each

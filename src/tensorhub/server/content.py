@@ -251,5 +251,5 @@ def _take_pins(state: State, model: Model, member: Member, before: Report) -> bo
     if report.pins or member.worker in model.pins:
         model.note_pins(member.worker, report.pins[:MAX_PINS])
     if report.closing and not before.closing:
-        model.closing[member.worker] = None
+        model.closing[member.worker] = state.now
     return is_news

@@ -61,7 +61,8 @@ def drained_version(state: State, model: Model, member: Member) -> Drained:
     if retention.must_stay(state, model, member):
         where = "in another worker" if member.report.closing else "in host memory"
         why = f"it has the last copy of version {buffer.version}, which must be kept, until there is one {where}"
-        return Drained(why=why)
+        until = retention.awaits_spot_until(state, model, member) if member.report.closing else inf
+        return Drained(look_again_at=until if until > state.now else inf, why=why)
     if buffer.impatient:
         return Drained(buffer.version)
     record = model.versions.get(buffer.version)

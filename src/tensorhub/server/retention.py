@@ -145,7 +145,7 @@ def must_stay(state: State, model: Model, member: Member) -> bool:
     if _is_kept_by_others(state, model, record, member, is_copy=False):
         return False
     if member.report.closing:
-        return not buffer.impatient and bool(_heirs(state, model, record, member))
+        return not buffer.impatient and _awaits_heirs(state, model, record, member)
     if _has_room(member, record.version) or _makes_room(state, member):
         return True
     if not layouts.is_whole(state, model, record):
@@ -243,9 +243,26 @@ def is_heir(state: State, model: Model, record: VersionRecord, member: Member) -
             continue
         if _is_kept_by_others(state, model, record, leaver, is_copy=False):
             continue
-        if any(heir is member for heir in _heirs(state, model, record, leaver)):
+        heirs = _heirs(state, model, record, leaver)
+        if any(heir is member for heir in heirs) and _awaits(state, model, leaver, heirs):
             return True
     return False
+
+
+def _awaits_heirs(state: State, model: Model, record: VersionRecord, leaver: Member) -> bool:
+    """Workers are to take the version over."""
+    heirs = _heirs(state, model, record, leaver)
+    return bool(heirs) and _awaits(state, model, leaver, heirs)
+
+
+def _awaits(state: State, model: Model, leaver: Member, heirs: list[Member]) -> bool:
+    """A closing worker waits for these: for spot workers for a while only."""
+    return all(heir.hello.reliable for heir in heirs) or state.now < awaits_spot_until(state, model, leaver)
+
+
+def awaits_spot_until(state: State, model: Model, leaver: Member) -> float:
+    """How long a closing worker waits for a spot worker."""
+    return model.closing.get(leaver.worker, state.now) + state.settings.spot_handover_s
 
 
 def _heirs(state: State, model: Model, record: VersionRecord, leaver: Member) -> list[Member]:
@@ -335,7 +352,8 @@ def version_to_copy(state: State, model: Model, member: Member) -> Version | Non
     """The version that the member copies to host memory now, after it has dropped others."""
     if model.is_listening:
         return None
-    return version_to_offload(state, model, member) or _version_to_copy_ahead(model, member)
+    offload = version_to_offload(state, model, member)
+    return offload if offload is not None else _version_to_copy_ahead(model, member)
 
 
 def copies_to_let_go(state: State, model: Model, member: Member) -> tuple[int, ...]:
@@ -405,7 +423,7 @@ def _is_last_copy(state: State, model: Model, member: Member, copy: HostCopy, *,
     goes_first = facts.gives_way(state, model, member, copy.version) or not layouts.is_whole(state, model, record)
     if (is_squeezed and goes_first) or _is_kept_by_others(state, model, record, member, is_copy=True):
         return False
-    return not member.report.closing or bool(_heirs(state, model, record, member))
+    return not member.report.closing or _awaits_heirs(state, model, record, member)
 
 
 def _is_promised(state: State, model: Model, member: Member, copy: HostCopy) -> bool:

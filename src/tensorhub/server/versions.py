@@ -131,7 +131,7 @@ class Model:
     keeps_established: bool = True
     retain: int = 0  # the most that the server or a reliable worker wishes
     pins: dict[WorkerId, tuple[Version, ...]] = field(default_factory=dict)
-    closing: dict[WorkerId, None] = field(default_factory=dict)  # members that want to leave
+    closing: dict[WorkerId, float] = field(default_factory=dict)  # members that want to leave, and since when
     sites: Counter[str] = field(default_factory=Counter)  # members by site
     hosts: dict[str, dict[WorkerId, None]] = field(default_factory=dict)  # the members of each host
     reliable: dict[LayoutKey, dict[WorkerId, None]] = field(default_factory=dict)  # members that count for retention
