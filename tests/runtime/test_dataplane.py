@@ -232,7 +232,7 @@ def test_a_copy_that_cannot_be_looked_through_ends_its_read(monkeypatch):
         def share(*arguments):
             raise MemoryError("no room")
 
-        monkeypatch.setattr(s.data.copies, "share", share)
+        monkeypatch.setattr(s.data.copies, "map_shared", share)
         read = start_to_share(s)
         read.sink.share(*shared_memory(s.source))
         assert read.sink.begin(s.manifest.encode()) == ()

@@ -465,7 +465,7 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._joined: tuple[str, str, bool] | None = None  # model, replica, in place
         self._options: dict[str, Any] = {}  # with which it has joined
         self._ignore: list[str] = []
-        self._judged: Published | None = None  # all ranks together have a place for it
+        self._complete: Published | None = None  # all ranks together have a place for it
         self._loaded: int | None = None
         self._next: int | None = None  # fetched, and to be loaded
         self._is_mixture = False
@@ -561,7 +561,7 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _unused(self, way: Reload | InPlace, is_well: bool = True) -> str:
         """What of the version no rank takes; "" if there is nothing. All ranks ask, once for each layout."""
         published = way.published if is_well else None
-        if self._all(published is not None and published == self._judged):
+        if self._all(published is not None and published == self._complete):
             return ""
         found = self._gathered(way.taken if published is not None else None)
         if published is None or None in found:  # something else is wrong, there
@@ -573,7 +573,7 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 refuse_unused(published.tensors, published.tied, found)
         except tensorhub.UsageError as error:
             return said(error)
-        self._judged = published
+        self._complete = published
         return ""
 
     def _answer(self, asked: InitInfo) -> None:
