@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tensorhub.protocol.messages import (
     PROTOCOL,
@@ -27,6 +28,7 @@ from tensorhub.server import Server
 from tensorhub.server.admission import begin_anew
 from tensorhub.server.calls import next_version
 from tensorhub.server.groups import Replica
+from tensorhub.server.journal import FORMAT, Begun, Joined, ModelHistory, Over, Record, Writes, encoded, history_of
 from tensorhub.server.members import NOTHING, Content, LayoutKey, version_in
 from tensorhub.server.versions import Model
 
@@ -217,8 +219,11 @@ def hear(found: Server, name: str, now: float = 0.0, **told: object) -> Orders:
 
 @pytest.mark.parametrize("what", ["seen", "session", "closed"])
 def test_a_number_that_no_server_gave_out_takes_no_other_worker_along(what: str) -> None:
-    found = server()
-    hear(found, "liar", **{what: HIGHEST})
+    found, me = server(), worker("liar")
+    found.handle(Hello(PROTOCOL, me.model, me.replica, me.shard, 1, "liar"), sender="liar", now=0.0)
+    ((_, refusal),) = found.handle(Report(1, **{what: HIGHEST}), sender="liar", now=0.0)
+    assert isinstance(refusal, Refusal)
+    assert refusal.retry_s > 0
     assert hear(found, "honest").number < 2000
     assert found.state.counters["odd_numbers"] == 1
 
@@ -330,6 +335,87 @@ def publish(found: Server, name: str, version: int, root: str) -> None:
 
 
 def test_a_read_under_a_ticket_that_nobody_gave_out_is_not_adopted() -> None:
-    found = server(10, fresh=False)
-    hear(found, "a", reading=Reading(Ticket(HIGHEST), (Source(worker("b")),), Version(7)))
+    found, me = server(10, fresh=False), worker("a")
+    found.handle(Hello(PROTOCOL, me.model, me.replica, me.shard, 1, "a"), sender="a", now=0.0)
+    told = Report(1, reading=Reading(Ticket(HIGHEST), (Source(worker("b")),), Version(7)))
+    assert isinstance(found.handle(told, sender="a", now=0.0)[0][1], Refusal)
     assert found.state.reads.all() == []
+
+
+# --- a publish that a server before this one has accepted, or this one for a former session ---
+
+
+def test_a_publish_that_was_accepted_before_another_writer_came_does_not_end_well() -> None:
+    """Its replica was cut off for longer than its lease, and the number of the other one is higher."""
+    town = Town(lease_s=4.0)
+    late, other = worker("late"), worker("other")
+    town.joins(late)
+    call = CallReport(1, "publish", 5, Digest("x"))
+    town.says(late, call=call)
+    answer = town.orders[late].answer
+    assert answer is not None
+    assert answer.version == 5
+    town.joins(other)
+    for second in (1.0, 2.0, 3.0, 4.5):
+        town.until(second)
+        town.says(other)
+    publishes = CallReport(1, "publish", 6, Digest("y"))
+    town.says(other, call=publishes)
+    epoch = town.orders[other].answer.epoch  # type: ignore[union-attr]
+    held = Holding(Version(6), Digest("y"), published=True, epoch=epoch, is_pending=True)
+    town.says(other, call=publishes, buffer=held)
+    assert town.orders[other].answer.finished  # type: ignore[union-attr]
+    town.says(other, buffer=replace(held, is_pending=False), ended=1, finished=1)
+    back = replace(call, resolved=Version(5), epoch=answer.epoch)
+    mine = Holding(Version(5), Digest("x"), published=True, epoch=answer.epoch, is_pending=True)
+    town.loses_its_line(late)
+    town.says_hello_again(late)
+    town.says(late, call=back, buffer=mine)
+    found = town.orders[late].answer
+    assert found is not None
+    assert found.error is not None
+    assert found.error.code == "version-conflict"
+
+
+def test_a_number_that_has_existed_is_not_used_again_where_its_content_is_not_known() -> None:
+    found = model()
+    found.note_newest(Version(7), Number(3))
+    assert code_of(found, 7) == "version-conflict"
+    assert code_of(found, 8) == ""
+
+
+# --- what a journal says of the workers that may live ---
+
+
+def history_after(*records: Record) -> ModelHistory:
+    told = history_of(encoded([Begun(FORMAT, Number(1), "boot"), *records]), boot="boot", max_versions=9)
+    assert told is not None
+    assert told.is_whole
+    return told.models[ModelName("m")]
+
+
+def test_a_worker_is_awaited_by_each_session_that_it_may_name_and_a_newcomer_does_not_take_its_place() -> None:
+    one = ModelName("m"), ReplicaName("r"), Shard(0)
+    sessions = [Joined(*one, Number(2)), Joined(*one, Number(5), Number(2)), Joined(*one, Number(9))]
+    assert history_after(*sessions).sessions == {WorkerId(*one): [[2, 5], [9]]}
+    assert history_after(*sessions, Over(*one, Number(9))).sessions == {WorkerId(*one): [[2, 5]]}
+    assert history_after(*sessions, Over(*one, Number(2))).sessions == {WorkerId(*one): [[9]]}
+
+
+def test_the_writer_is_none_any_more_when_its_last_session_is_over() -> None:
+    one = ModelName("m"), ReplicaName("r"), Shard(0)
+    told = [Joined(*one, Number(2)), Writes(ModelName("m"), ReplicaName("r"), Number(3))]
+    assert history_after(*told).writer is not None
+    assert history_after(*told, Over(*one, Number(2)), Joined(*one, Number(7))).writer is None
+
+
+@pytest.mark.parametrize("cut", [1, 5, 30])
+def test_a_torn_journal_is_not_whole(cut: int) -> None:
+    one = ModelName("m"), ReplicaName("r"), Shard(0)
+    data = encoded([Begun(FORMAT, Number(1), "boot"), Joined(*one, Number(2)), Joined(*one, Number(3))])
+    told = history_of(data[:-cut], boot="boot", max_versions=9)
+    assert told is not None
+    assert not told.is_whole
+    other = history_of(data, boot="another boot", max_versions=9)
+    assert other is not None
+    assert not other.is_whole

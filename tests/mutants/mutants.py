@@ -63,16 +63,6 @@ MUTANTS = (
         "        epoch = call.epoch if version is not None else Number(0)\n"
         '        call.version = None if call.verb == "update" else call.version\n',
     ),
-    Mutant(
-        "a lower number is published",
-        "    conflict = conflict or model.conflict(replica, version, roots, _former_of(state, replica))\n",
-        "",
-    ),
-    Mutant(
-        "ticket numbers start again after a restart",
-        "            self.last = max(self.last, *[number for number in told if number <= MAX_NUMBER], 0)\n",
-        "            pass\n",
-    ),
     Mutant("workers do not report the newest version", "        newest=worker.newest,\n", "        newest=None,\n"),
     Mutant(
         "another replica publishes beside the writer",
@@ -88,16 +78,6 @@ MUTANTS = (
         "a publish that has not ended well on all shards makes a version",
         "        if not is_pending:\n            model.note_exists(record)\n",
         "        model.note_exists(record)\n",
-    ),
-    Mutant(
-        "a restarted server decides before its workers have heard of it",
-        "    if model.awaited.get(member.worker) == member.report.session == member.session:\n",
-        "    if model.awaited.get(member.worker) == member.session:\n",
-    ),
-    Mutant(
-        "the journal does not name a worker that joins",
-        "    state.journal.append(Joined(*member.worker, member.session))\n",
-        "",
     ),
     Mutant(
         "a journal is believed though a worker has a session that it does not know",

@@ -90,7 +90,7 @@ def test_who_takes_nothing_is_cut(monkeypatch):
     monkeypatch.setattr(server_module, "SWEEP_S", 0.01)
 
     async def story():
-        shell = ServerShell(settings=Settings(), key="k", fresh=True)
+        shell = ServerShell(settings=Settings(), fresh=True)
         stuck, well = Socket(), Socket()
         well.reads.set()
         for name, socket in (("stuck", stuck), ("well", well)):
@@ -219,7 +219,7 @@ class Busy:
 
     def __init__(self, monkeypatch, *, lines: int, lease_s: float = 10.0) -> None:
         self.clock = Clock()
-        self.shell = ServerShell(settings=Settings(lease_s=lease_s), key="k", fresh=True)
+        self.shell = ServerShell(settings=Settings(lease_s=lease_s), fresh=True)
         self.shell.intake = Intake(self.shell, self.clock)
         self.machine = self.shell.machine
         awake = self.machine.state.clock

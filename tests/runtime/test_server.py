@@ -261,7 +261,7 @@ def test_a_server_goes_on_without_a_journal_that_cannot_be_written(tmp_path, cap
     journal.write([Begun(1, Number(1), "")], is_whole=True)
     os.close(journal._file)
     journal._file = os.open(tmp_path / "journal", os.O_RDONLY)
-    journal.write([Over(ModelName("m"), ReplicaName("r"), Shard(0))], is_whole=False)
+    journal.write([Over(ModelName("m"), ReplicaName("r"), Shard(0), Number(2))], is_whole=False)
     assert "a restart of this server will wait for a lease" in caplog.text
     assert not (tmp_path / "journal").exists()
     journal.close()

@@ -436,6 +436,9 @@ class Truth:
         """A server takes in a report."""
         if life.heard is not None and life.heard_by == self.server_life and report.number <= life.heard.number:
             return
+        is_sure = self.now - life.heard_at < self.settings.lease_s / 2
+        if self.writers.get(life.me.model) is life and not is_sure:
+            del self.writers[life.me.model]  # its session may have ended, and with it the writer's lease
         life.heard, life.heard_at, life.heard_by = report, self.now, self.server_life
 
     def ordered(self, life: Life, orders: Orders) -> None:

@@ -8,11 +8,12 @@ import asyncio
 import fcntl
 import logging
 import os
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
 from ..protocol.errors import UsageError
-from ..server.journal import History, Record, encoded, history_of
+from ..server.journal import MAX_RECORD_BYTES, History, Record, begins_a_journal, encoded, history_of
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class JournalFile:
         self._file = self._lock = -1
         self._begun_bytes = self._bytes = 0
         try:
+            self._check()
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -54,6 +56,20 @@ class JournalFile:
         except OSError as error:
             self.close()
             raise UsageError(f"cannot use the journal {path}: {error.strerror or error}") from error
+
+    def _check(self) -> None:
+        """Raises `UsageError` for what would be lost if it were overwritten."""
+        try:
+            found = os.lstat(self.path)
+        except FileNotFoundError:
+            return
+        if not stat.S_ISREG(found.st_mode):
+            raise UsageError(f"{self.path} is no regular file", hint="name the file in which the journal is to be")
+        with self.path.open("rb") as file:
+            if found.st_size and not begins_a_journal(file.read(MAX_RECORD_BYTES)):
+                raise UsageError(
+                    f"{self.path} is no journal of a reference server", hint="move it, or name another file"
+                )
 
     def history(self, *, max_versions: int) -> History | None:
         """The records of former lives of the server; None if there are none."""
@@ -86,7 +102,9 @@ class JournalFile:
 
     def _begin(self, data: bytes) -> None:
         new = Path(f"{self.path}.new")
-        file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        new.unlink(missing_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_APPEND | os.O_CLOEXEC
+        file = os.open(new, flags, 0o600)
         try:
             _write(file, data)
             os.fsync(file)
@@ -105,8 +123,13 @@ class JournalFile:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+        self._begun_bytes = self._bytes = 0
         for path in (self.path, Path(f"{self.path}.new")):
-            path.unlink(missing_ok=True)
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as left:
+                text = "remove it before the next server starts: it does not say which workers live any more"
+                _log.error("the journal %s cannot be removed (%s); %s", path, left, text)
 
     async def sync(self) -> None:
         """Bring to the disk what was written, again and again. Nothing waits for that."""

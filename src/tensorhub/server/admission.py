@@ -76,11 +76,14 @@ def spent(hello: Hello) -> Refusal:
     return Refusal("refused", text, "it connects again by itself", retry_s=AT_ONCE_S)
 
 
-def why_odd(hello: Hello, report: Report) -> Refusal | None:
+def why_odd(hello: Hello, report: Report, *, is_ours: bool) -> Refusal | None:
     """A version in the report is higher than any publish was allowed to be. It would use up the model's numbers.
 
     A model begins at most at `MAX_FIRST_VERSION`, and rises by at most `MAX_VERSION_JUMP` with a publish.
     """
+    if not is_ours:
+        text = f"{hello.worker} shows a number that no reference server can have given out"
+        return Refusal("refused", text, "is this a TensorHub worker?", retry_s=ODD_S)
     shown = report.copies if isinstance(report.buffer, Empty) else (report.buffer, *report.copies)
     read = [each.version for each in (*shown, report.reading) if each is not None]
     resolved = report.call.resolved if report.call is not None else None
@@ -154,7 +157,11 @@ def make_writer(state: State, model: Model, replica: Replica) -> Number:
 
 def note_writer(state: State, model: Model, replica: Replica, report: Report) -> None:
     """One of its workers says that it is the writer. A server before this one has made it that."""
-    if report.writes <= (model.writer.number if model.writer is not None else 0) or report.closing:
+    if (
+        not model.is_listening
+        or report.writes <= (model.writer.number if model.writer is not None else 0)
+        or report.closing
+    ):
         return
     is_same = model.writer is not None and model.writer.replica == replica.name
     since = model.writer.since if is_same and model.writer is not None else state.now

@@ -305,7 +305,7 @@ def _why_stuck(state: State, model: Model, replica: Replica) -> Failure | None:
 
 
 def _is_done(state: State, replica: Replica, call: GroupCall) -> bool:
-    if call.claim is not None and call.version is None:
+    if (call.claim is not None and call.version is None) or (call.verb == "publish" and not call.is_resolved_here):
         return False
     for shard in range(replica.shards):
         worker = replica.members.get(Shard(shard))
@@ -329,7 +329,7 @@ def _is_done(state: State, replica: Replica, call: GroupCall) -> bool:
 
 
 def _advance_publish(state: State, model: Model, replica: Replica, call: GroupCall) -> None:
-    if call.version is not None or call.waiting is not None:
+    if call.is_resolved_here or call.waiting is not None:
         return
     if model.is_listening:
         call.waiting = admission.recovering(state)
@@ -340,7 +340,12 @@ def _advance_publish(state: State, model: Model, replica: Replica, call: GroupCa
         return
     version, roots = Version(int(call.spec)), facts.roots_of(state, replica, call)
     conflict = admission.why_not_writer(state, model, replica)
-    conflict = conflict or model.conflict(replica, version, roots, _former_of(state, replica))
+    is_known = call.version is not None  # it was resolved by a server before this one, or for a former session
+    conflict = conflict or (
+        model.why_late(version, call.epoch)
+        if is_known
+        else model.conflict(replica, version, roots, _former_of(state, replica))
+    )
     if conflict is not None:
         call.fail(conflict)
     else:
@@ -377,8 +382,10 @@ def _accept_publish(state: State, model: Model, replica: Replica, call: GroupCal
     """Its shards may hold that version. One that exists has the same content, and keeps its epoch."""
     admission.make_writer(state, model, replica)
     record = model.record(version)
-    if not record.exists:
-        for worker in record.begin(state.next_number()):  # what a publish before this one has left is nothing
+    if not record.exists and (call.version is None or record.epoch != call.epoch):
+        for worker in record.begin(
+            call.epoch or state.next_number()
+        ):  # what a publish before this one has left is nothing
             if (other := state.members.get(worker)) is not None:
                 content.judge_content(state, model, model.replicas[other.hello.replica], other, other.report)
     record.publisher, record.is_publishing = replica.name, True
@@ -387,7 +394,8 @@ def _accept_publish(state: State, model: Model, replica: Replica, call: GroupCal
         member = state.members.get(worker)
         if member is not None:
             record.layouts[member.layout_key] = member.report.layout
-    call.version, call.epoch = version, record.epoch
+    call.epoch = record.epoch
+    call.resolve(version)
 
 
 # --- replicate and update ---------------------------------------------------------------------------------------------

@@ -41,12 +41,13 @@ class Begun(_Record, frozen=True, tag="begun"):
 
 
 class Joined(_Record, frozen=True, tag="joined"):
-    """A session has begun."""
+    """A session has begun. `former` is the one that its worker had before, perhaps with a former life."""
 
     model: ModelName
     replica: ReplicaName
     shard: Shard
     session: Number
+    former: Number = Number(0)
 
     @property
     def worker(self) -> WorkerId:
@@ -54,11 +55,12 @@ class Joined(_Record, frozen=True, tag="joined"):
 
 
 class Over(_Record, frozen=True, tag="over"):
-    """The session of that worker is over."""
+    """The session of that worker is over, and those before it."""
 
     model: ModelName
     replica: ReplicaName
     shard: Shard
+    session: Number
 
 
 class Writes(_Record, frozen=True, tag="writes"):
@@ -104,21 +106,47 @@ _encode = msgspec.msgpack.Encoder().encode
 _decoder = msgspec.msgpack.Decoder(Record)
 
 
+# One process of a worker, by the sessions that it may name: it may not have heard of the latest ones.
+Sessions = list[Number]
+
+
 @dataclass
 class ModelHistory:
     """What a journal says of one model."""
 
-    sessions: dict[WorkerId, Number] = field(default_factory=dict)  # that may still live
+    sessions: dict[WorkerId, list[Sessions]] = field(default_factory=dict)  # processes that may still live
     writer: Writes | None = None
     versions: dict[Version, Published] = field(default_factory=dict)  # the latest, oldest first
     established: Version | None = None
     began: Number = Number(0)
 
+    def join(self, record: Joined) -> None:
+        """A session begins: of a process that had one before, if it names that."""
+        processes = self.sessions.setdefault(record.worker, [])
+        for numbers in processes:
+            if record.former in numbers:
+                numbers.append(record.session)
+                return
+        processes.append([record.session])
+
+    def end(self, record: Over) -> None:
+        """A session ends. The writer is none any more when its last one has ended."""
+        worker = WorkerId(record.model, record.replica, record.shard)
+        left = [numbers for numbers in self.sessions.pop(worker, []) if record.session not in numbers]
+        if left:
+            self.sessions[worker] = left
+        is_writer = self.writer is not None and self.writer.replica == record.replica
+        if is_writer and all(each.replica != record.replica for each in self.sessions):
+            self.writer = None
+
     def records(self, name: ModelName) -> Iterator[Record]:
         """The same in as few records as it takes."""
         if self.began:
             yield Anew(name, self.began)
-        yield from (Joined(*worker, session) for worker, session in self.sessions.items())
+        for worker, processes in self.sessions.items():
+            for numbers in processes:
+                formers = [Number(0), *numbers[:-1]]
+                yield from (Joined(*worker, each, former) for each, former in zip(numbers, formers, strict=True))
         if self.writer is not None:
             yield self.writer
         yield from self.versions.values()
@@ -146,10 +174,9 @@ class History:
         model = self.models.setdefault(record.model, ModelHistory())
         match record:
             case Joined(session=number):
-                model.sessions[record.worker] = number
-            case Over(name, replica, shard):
-                model.sessions.pop(WorkerId(name, replica, shard), None)
-                number = Number(0)
+                model.join(record)
+            case Over(session=number):
+                model.end(record)
             case Writes(number=number):
                 model.writer = record
             case Published(version=version, epoch=number):
@@ -188,6 +215,11 @@ def history_of(data: bytes, *, boot: str, max_versions: int) -> History | None:
         return None
     found.is_whole &= bool(boot) and found.boot == boot
     return found
+
+
+def begins_a_journal(data: bytes) -> bool:
+    """The first bytes of a file are those of a journal."""
+    return isinstance(_record_at(data, 0)[0], Begun)
 
 
 def _record_at(data: bytes, at: int) -> tuple[Record | None, int]:

@@ -202,8 +202,8 @@ class Server:
         member = state.members.get(state.speakers[sender])
         if member is None:
             sessions.note_stale(state, hello, report)
-        sessions.count(state, report)
-        odd = admission.why_odd(hello, report)
+        is_ours = sessions.count(state, report)
+        odd = admission.why_odd(hello, report, is_ours=is_ours)
         if odd is not None:
             state.counters["odd_numbers"] += 1
             return odd, None
@@ -331,7 +331,8 @@ class Server:
             fetch=retention.version_to_fetch(state, model, replica, member),
             release=release,
             superseded=member.superseded,
-            report_at_once=model.awaited.get(member.worker) == member.session or calls.is_asked(replica, member),
+            report_at_once=sessions.awaited_as(model, member.worker, member.session) is not None
+            or calls.is_asked(replica, member),
             box=model.has_boxes and member.report.can_box,
         )
         if not must_answer and told == member.told:

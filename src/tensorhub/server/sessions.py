@@ -17,11 +17,11 @@ from ..protocol.messages import (
     Report,
     TicketFailure,
 )
-from ..protocol.names import ReplicaName, Ticket, WorkerId
+from ..protocol.names import Number, ReplicaName, Ticket, WorkerId
 from . import admission, apply, calls, content, reads, slow
 from . import state as facts
 from .groups import Replica
-from .journal import History, Joined, ModelHistory, Over, Published, Record, Writes
+from .journal import History, Joined, ModelHistory, Over, Published, Record, Sessions, Writes
 from .members import (
     ARRIVALS,
     NEWS,
@@ -62,7 +62,7 @@ def remember(state: State, history: History) -> None:
             model.note_exists(record)
         if told.established in model.versions and told.established is not None:
             model.note_established(model.versions[told.established])
-        model.awaited = {} if state.is_untold else dict(told.sessions)
+        model.awaited = {} if state.is_untold else told.sessions
         model.is_listening = state.is_untold or bool(model.awaited)
         model.changed = {}
         state.empty_models[name] = state.now
@@ -72,8 +72,11 @@ def remember(state: State, history: History) -> None:
 def records_of(state: State) -> Iterator[Record]:
     """The journal records for what this life of the server knows."""
     for name, model in state.models.items():
-        living = {member.worker: member.session for member in state.members.all() if member.hello.model == name}
-        told = ModelHistory({**model.awaited, **living}, began=model.began)
+        living = [member for member in state.members.all() if member.hello.model == name]
+        told = ModelHistory({worker: list(each) for worker, each in model.awaited.items()}, began=model.began)
+        for member in living:
+            if awaited_as(model, member.worker, member.session) is None:
+                told.sessions.setdefault(member.worker, []).append([member.session])
         if model.writer is not None:
             told.writer = Writes(name, model.writer.replica, model.writer.number)
         finished = [record for _, record in sorted(model.versions.items()) if record.exists]
@@ -81,29 +84,42 @@ def records_of(state: State) -> Iterator[Record]:
             each.version: Published(name, each.version, each.epoch, each.publisher or ReplicaName(""))
             for each in finished
         }
+        if model.newest is not None and model.newest not in told.versions:
+            told.versions[model.newest] = Published(name, model.newest, model.newest_epoch, ReplicaName(""))
         told.established = max((each.version for each in finished if each.is_established), default=None)
         yield from told.records(name)
 
 
 def await_session(model: Model, member: Member, report: Report) -> None:
-    """A session has begun, with that report. A worker that is awaited has come."""
-    if model.awaited.get(member.worker) == report.session:
-        model.awaited[member.worker] = member.session  # and is to hear of that
+    """A session has begun, with that report. A worker that is awaited has come, and is to hear of that."""
+    found = awaited_as(model, member.worker, report.session)
+    if found is not None:
+        found.append(member.session)
+
+
+def awaited_as(model: Model, worker: WorkerId, session: Number) -> Sessions | None:
+    """The process that is awaited, if that is a session of it."""
+    return next((numbers for numbers in model.awaited.get(worker, ()) if session in numbers), None)
 
 
 def hear(state: State, model: Model, member: Member) -> None:
     """What follows if its report shows that it has heard this life of the server."""
-    if model.awaited.get(member.worker) == member.report.session == member.session:
+    if model.awaited and member.report.session == member.session:
         _await_no_more(state, model, member)
 
 
 def _await_no_more(state: State, model: Model, member: Member) -> None:
-    if model.awaited.get(member.worker) == member.session:
+    found = awaited_as(model, member.worker, member.session)
+    if found is None:
+        return
+    model.awaited[member.worker].remove(found)
+    if not model.awaited[member.worker]:
         del model.awaited[member.worker]
-        if not model.awaited and not state.is_untold:
-            state.counters["restarts_heard"] += 1
-            _end_listening(state, model)
-            state.is_recovering = any(each.is_listening for each in state.models.values())
+    state.journal += [Over(*member.worker, member.session), Joined(*member.worker, member.session)]
+    if not model.awaited and not state.is_untold:
+        state.counters["restarts_heard"] += 1
+        _end_listening(state, model)
+        state.is_recovering = any(each.is_listening for each in state.models.values())
 
 
 def _end_listening(state: State, model: Model) -> None:
@@ -126,7 +142,7 @@ def note_stale(state: State, hello: Hello, report: Report) -> None:
     if state.is_untold or not state.told_upto or state.now >= state.recovered_at:
         return
     model = state.models.get(hello.model)
-    if model is not None and model.awaited.get(hello.worker) == report.session:
+    if model is not None and awaited_as(model, hello.worker, report.session) is not None:
         is_stale = report.seen > state.told_upto + MARGIN
     else:
         is_stale = report.session > state.told_upto and not state.numbers.first <= report.session <= state.numbers.last
@@ -158,11 +174,10 @@ def take_report(state: State, member: Member, report: Report, arrived: float) ->
     hear(state, model, member)
 
 
-def count(state: State, report: Report) -> None:
-    """A report has come; numbers in it may be above any that this server has heard of."""
+def count(state: State, report: Report) -> bool:
+    """A report has come. Returns whether a server may have given out its numbers."""
     state.counters["reports"] += 1
-    if not state.numbers.learn(report):
-        state.counters["odd_numbers"] += 1
+    return state.numbers.learn(report)
 
 
 def take_layout(state: State, layout: LayoutInfo) -> None:
@@ -517,7 +532,7 @@ def begin(state: State, hello: Hello, sender: str, report: Report) -> Member:
     state.members.add(member)
     state.note_size()
     await_session(model, member, report)
-    state.journal.append(Joined(*member.worker, member.session))
+    state.journal.append(Joined(*member.worker, member.session, report.session))
     _take_place(state, model, member)
     if hello.retain > state.settings.max_retain:
         text = f"{hello.worker} asks to keep {hello.retain} versions, and may ask for {state.settings.max_retain}"
@@ -541,8 +556,8 @@ def end(state: State, member: Member, why: str) -> None:
     _leave_place(state, model, member)
     del state.members[member.worker]
     state.note_size()
-    state.journal.append(Over(*member.worker))
     _await_no_more(state, model, member)
+    state.journal.append(Over(*member.worker, member.session))
     state.forget(member.worker)
     if replica.is_empty:
         apply.release(state, model, replica.call, replica)
@@ -567,7 +582,8 @@ def forget_models(state: State) -> None:
 
     One that has had a version is not: its numbers are used once only (G3), as long as this server lives (G9).
     """
-    unnamed = {name: since for name, since in state.empty_models.items() if state.models[name].newest is None}
+    named = [name for name, model in state.models.items() if model.newest is not None or model.began]
+    unnamed = {name: since for name, since in state.empty_models.items() if name not in named}
     state.forget_at = inf
     for name, since in unnamed.items():
         if since + state.settings.lease_s > state.now:

@@ -76,7 +76,7 @@ class Clock:
 
 
 MARGIN = 2**22  # so many numbers may have been given out since the journal last named one: 20 minutes of a large fleet
-MAX_NUMBER = 2**56  # microseconds up to the year 4253: a worker that shows a higher one is not believed
+MAX_AHEAD = 2**42  # by so much a clock may have gone back: 50 days. Higher numbers are not believed
 
 
 class Numbers:
@@ -99,9 +99,10 @@ class Numbers:
         ticket = report.reading.ticket if report.reading is not None else 0
         epochs = [getattr(one, "epoch", 0) for one in (report.buffer, report.call, *report.copies)]
         told = (report.seen, report.session, report.closed, ticket, report.newest_epoch, report.writes, *epochs)
+        most = self.first + MAX_AHEAD
         if max(told) > self.last:
-            self.last = max(self.last, *[number for number in told if number <= MAX_NUMBER], 0)
-        return max(told) <= max(self.last, MAX_NUMBER)
+            self.last = max(self.last, *[number for number in told if number <= most], 0)
+        return max(told) <= max(self.last, most)
 
 
 # --- All that the server knows: its clock, its numbers, its tables, and the dirty workers.

@@ -10,6 +10,7 @@ from ..protocol.errors import HIGHER
 from ..protocol.messages import MAX_FIRST_VERSION, MAX_VERSION_JUMP, Failure, Spec, parse_spec, steps_back
 from ..protocol.names import Digest, ModelName, Number, ReplicaName, Version, WorkerId, is_partial
 from .groups import Replica
+from .journal import Sessions
 from .members import (
     BufferHolders,
     Content,
@@ -127,7 +128,7 @@ class Model:
     began: Number = Number(0)  # versions with a lower epoch are of the time before it was begun anew
     writer: Writer | None = None
     is_listening: bool = False  # the server was restarted, and workers may come that it has promised something
-    awaited: dict[WorkerId, Number] = field(default_factory=dict)  # those, if it knows them: their sessions
+    awaited: dict[WorkerId, list[Sessions]] = field(default_factory=dict)  # those, if it knows them
     keeps_established: bool = True
     retain: int = 0  # the most that the server or a reliable worker wishes
     pins: dict[WorkerId, tuple[Version, ...]] = field(default_factory=dict)
@@ -457,9 +458,21 @@ class Model:
             return Failure("version-conflict", text, f"versions only rise: {HIGHER}")
         if (failure := self.too_far(version)) is not None:
             return failure
+        if version == self.newest and (record is None or not record.exists or not record.roots):
+            return Failure("version-conflict", f"{name} has existed, and its content is not known any more", HIGHER)
         if record is not None and record.exists and not is_again(record, replica, roots, former):
             return Failure("version-conflict", f"{name} exists with other content", HIGHER)
         return None
+
+    def why_late(self, version: Version, epoch: Number) -> Failure | None:
+        """Why a publish cannot end well that was accepted in that epoch, by this server or one before it."""
+        record = self.versions.get(version)
+        if record is not None and record.exists and record.epoch == epoch:
+            return None
+        if self.newest is None or version > self.newest:
+            return None
+        text = f"version {version} of {self.name} is not higher than the newest, {self.newest}"
+        return Failure("version-conflict", f"{text}, which was published meanwhile", f"versions only rise: {HIGHER}")
 
 
 def is_again(record: VersionRecord, replica: Replica, roots: dict[LayoutKey, Digest], former: Digest) -> bool:
