@@ -18,6 +18,36 @@ class Mutant:
 
 MUTANTS = (
     Mutant(
+        "the journal does not name a worker that joins",
+        "    state.journal.append(Joined(*member.worker, member.session, report.session))\n",
+        "",
+    ),
+    Mutant(
+        "a newcomer in the journal takes the place of a worker that may still live",
+        "        left = [numbers for numbers in self.sessions.pop(worker, []) if record.session not in numbers]\n",
+        "        left = self.sessions.pop(worker, [])[:0]\n",
+    ),
+    Mutant(
+        "a restarted server decides before its workers have heard of it",
+        "    if model.awaited and member.report.session == member.session:\n",
+        "    if model.awaited:\n",
+    ),
+    Mutant(
+        "ticket numbers start again after a restart",
+        "            self.last = max(self.last, *[number for number in told if number <= most], 0)\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "a publish of a former session ends well below the newest version",
+        "        model.why_late(version, call.epoch)\n        if is_known\n",
+        "        None\n        if is_known\n",
+    ),
+    Mutant(
+        "a number that has existed is used again",
+        "        if version == self.newest and (record is None or not record.exists or not record.roots):\n",
+        "        if False:\n",
+    ),
+    Mutant(
         "version 0 is not copied before its last holder leaves it",
         "    return offload if offload is not None else _version_to_copy_ahead(model, member)\n",
         "    return offload or _version_to_copy_ahead(model, member)\n",
