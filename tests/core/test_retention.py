@@ -165,3 +165,13 @@ def test_version_0_is_kept_as_any_other() -> None:
     town.joins(TRAINER)
     town.says(TRAINER, buffer=Withdrawing(Version(0), ROOT, published=True), copies_left=1)
     assert told(town, TRAINER) == (0, None)
+
+
+def test_what_is_fetched_ahead_gives_way_to_the_established_version() -> None:
+    town = Town()
+    town.joins(TRAINER, **HELD)
+    town.joins(OTHER, buffer=Holding(ONE, ROOT), copies=(HostCopy(1, TWO, ROOT, done=1, chunks=4),))
+    town.says(TRAINER, buffer=Holding(TWO, ROOT, published=True))
+    town.says(OTHER, buffer=Withdrawing(ONE, ROOT), copies=(HostCopy(1, TWO, ROOT, done=1, chunks=4),))
+    assert told(town, OTHER) == (ONE, None)
+    assert town.orders[OTHER].release == (1,)

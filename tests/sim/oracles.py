@@ -294,7 +294,9 @@ class Oracles:
         there = [any(map(is_outside, truth.holders(place, version))) for place in places if place != life.place]
         is_last = not any(map(is_outside, truth.holders(life.place, version)))
         is_replaced = any(truth.is_whole(model, each, is_outside) for each in newer)
-        if all(there) and is_last and not is_replaced and self.is_quiet(self.now):
+        copy = {**life.copies, **life.freeing}.get(version) if where != "in the buffer" else None
+        is_new = copy is not None and self.now - copy.since < truth.spread_s  # the server has not heard of it
+        if all(there) and is_last and not is_replaced and not is_new and self.is_quiet(self.now):
             self.broken("G6 established", f"{life.name} gave up version {version}, {where}; newer ones are {newer}")
 
     def leaves(self, life: Life) -> None:

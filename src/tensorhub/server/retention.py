@@ -148,6 +148,8 @@ def must_stay(state: State, model: Model, member: Member) -> bool:
         return not buffer.impatient and _awaits_heirs(state, model, record, member)
     if _has_room(member, record.version) or _makes_room(state, member):
         return True
+    if any(not copy.whole for copy in member.content.copies):
+        return True  # what it fetches ahead gives way
     if not layouts.is_whole(state, model, record):
         return False
     return _insists(state, model, member, record.version) or _is_another_on_its_way(state, model, member, record)
