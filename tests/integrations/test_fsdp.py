@@ -246,7 +246,7 @@ def test_a_version_that_is_lost_but_for_a_part_of_it_is_passed_over(has_older: b
         where = {"server": server.address, "call_timeout": 20, "reliable": False}
         with (
             tensorhub.open("policy", replica="engine", **where) as engine,
-            tensorhub.open("policy", replica="rollout", **where) as rollout,
+            tensorhub.open("policy", replica="rollout", host_bytes=0, **where) as rollout,  # else it takes a copy
         ):
             engine.register({"bias": torch.zeros(64)}, boxes={}, partial=True)
             rollout.register(module(0.0), boxes={})

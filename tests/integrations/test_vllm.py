@@ -21,18 +21,21 @@ def make():
 
 @pytest.fixture
 def publish(server):
-    """`publish(version, at=server, **tensors)`: by a trainer of its own, which ends with the test."""
+    """`publish(version, at=server, **tensors)`: by a trainer of its own, which ends with the test or the next one."""
     opened = []
 
     def one(version, at=server, **tensors):
+        for former, where in opened:
+            if where == at:
+                former.close(timeout=3)
         weights = tensorhub.open("policy", replica=f"trainer-{len(opened)}", server=at, call_timeout=20)
-        opened.append(weights)
+        opened.append((weights, at))
         weights.register(tensors, boxes={})
         weights.publish(version)
         return weights
 
     yield one
-    for weights in opened:
+    for weights, _ in opened:
         weights.close(timeout=3)
 
 
