@@ -23,7 +23,7 @@ A slow read **moves** to the best candidate that is sound:
 - A source that has everything is sound. Of several, one without readers is taken.
 - A reader that is slow at two sources in a row is at fault itself, and the source that it left is forgiven.
 - Of the sources that serve already, the source's own source comes first. The two then change places.
-- A reader leaves its own site only if nothing comes, and if it is the one that may read across sites.
+- A reader leaves its own site only if nothing comes, and if the server lets it read across sites.
 - A reader waits twice as long after each of its moves.
 
 What follows:

@@ -118,7 +118,7 @@ class ReadMeasured:
 class ReadEnded:
     """No byte of this read can land any more. `complete`: every chunk of the version is in place, verified in time.
 
-    `failure` is None if it was complete, or was stopped because we asked. `source`: the one that failed, of several.
+    `failure` is None if it was complete, or was stopped because we asked. `source`: which of several failed.
     """
 
     ticket: Ticket
