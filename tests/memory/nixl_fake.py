@@ -9,6 +9,7 @@ every registration has another key, as with RDMA.
 import ctypes
 import os
 import secrets
+import threading
 from bisect import bisect_left, insort
 
 import msgspec
@@ -36,12 +37,16 @@ nixlRegDList = nixlXferDList = DList
 
 
 class nixlAgent:
-    """One agent. `known` are the others, and what they have told; memory of other processes the kernel copies."""
+    """One agent. `known` are the others, and what they have told; memory of other processes the kernel copies.
+
+    As NIXL with its lock for threads (`NIXL_THREAD_SYNC_RW`), one thread at a time reads or changes what is known.
+    """
 
     def __init__(self, name, config):
         self.name = name
         self.regions = []
         self.known = {}  # of each peer and kind, what it has introduced, sorted
+        self.knowing = threading.Lock()
         self.stuck = set()  # peers of whom nothing but the connection is known
         self.processes = {}
         self.lists = {}
@@ -66,22 +71,24 @@ class nixlAgent:
 
     def loadRemoteMD(self, metadata):
         name, pid, kind, descriptors, key = msgspec.json.decode(metadata)
-        if name in self.stuck:
-            raise nixlFakeError("NIXL_ERR_INVALID_PARAM")
-        section = self.known.setdefault(name, {}).setdefault(kind, [])
-        for address, size, device in descriptors:
-            keys = [known for *place, known in section if place == [device, address, size]]
-            if keys not in ([], [key]):
-                del self.known[name]
-                self.stuck.add(name)
-                raise nixlFakeError("NIXL_ERR_NOT_ALLOWED")
-            if not keys:
-                insort(section, (device, address, size, key))
-        self.processes[name] = pid
+        with self.knowing:
+            if name in self.stuck:
+                raise nixlFakeError("NIXL_ERR_INVALID_PARAM")
+            section = self.known.setdefault(name, {}).setdefault(kind, [])
+            for address, size, device in descriptors:
+                keys = [known for *place, known in section if place == [device, address, size]]
+                if keys not in ([], [key]):
+                    del self.known[name]
+                    self.stuck.add(name)
+                    raise nixlFakeError("NIXL_ERR_NOT_ALLOWED")
+                if not keys:
+                    insort(section, (device, address, size, key))
+            self.processes[name] = pid
         return name.encode()
 
     def invalidateRemoteMD(self, name):
-        del self.known[name]
+        with self.knowing:
+            del self.known[name]
 
     def prepXferDlist(self, peer, described, backends):
         if peer in (NIXL_INIT_AGENT, self.name):
@@ -89,7 +96,8 @@ class nixlAgent:
                 if not any(_covers(region, described.kind, address, size, device) for region in self.regions):
                     raise nixlFakeError(f"{described.kind} {device} at {address} was not registered")
         else:
-            _look_up(self.known.get(peer, {}).get(described.kind, []), described.descriptors)
+            with self.knowing:
+                _look_up(self.known.get(peer, {}).get(described.kind, []), described.descriptors)
         described.pid = self.processes.get(peer, os.getpid())
         self.lists[number := secrets.randbits(60)] = described
         return number
