@@ -186,7 +186,36 @@ def worker_setting_table() -> str:
     return table(("setting", "variable", "default", "meaning"), rows)
 
 
+def metric_table(*, of_worker: bool) -> str:
+    """The metrics of one page, as queries name them."""
+    from tensorhub.runtime.metrics import METRICS, OF_WORKER
+
+    rows = []
+    for metric in METRICS:
+        if metric.is_of_worker == of_worker:
+            own = ", ".join(code(label) for label in metric.labels if not of_worker or label not in OF_WORKER)
+            rows.append((code(metric.shown_name), metric.kind, own, cell(metric.text)))
+    return table(("metric", "kind", "labels", "meaning"), rows)
+
+
+def bucket_table() -> str:
+    """The bounds of histograms, each with its reason."""
+    from tensorhub.runtime import metrics
+
+    module = Module(Path(str(metrics.__file__)))
+    lines = []
+    for node in module.constants:
+        name = ast.unparse(node.targets[0])
+        if name in ("SECONDS", "RATES", "LAGS"):
+            bounds = ", ".join(f"{bound:g}" for bound in getattr(metrics, name))
+            lines.append((name.lower(), bounds, cell(module.comments[node.lineno - 1])))
+    return table(("for", "upper bounds", "why"), lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "server-metrics": lambda: metric_table(of_worker=False),
+    "worker-metrics": lambda: metric_table(of_worker=True),
+    "metric-buckets": bucket_table,
     "error-tree": error_tree,
     "error-table": error_table,
     "limits": limit_table,

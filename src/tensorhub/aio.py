@@ -45,6 +45,7 @@ from .runtime.questions import (
     plain_spec,
     wait_for_number,
 )
+from .runtime.tracing import traced
 
 if TYPE_CHECKING:
     from .memory.registration import type_of_dtype, type_of_weights
@@ -255,6 +256,7 @@ class Weights(Worker):
         found = await in_thread(lambda: self._client.suspension.again(tensors), name="resume")
         await self.take(found, of=tensors, is_resumed=True)
 
+    @traced("publish")
     async def publish(
         self,
         version: int,
@@ -272,6 +274,7 @@ class Weights(Worker):
         said = encode_metadata(metadata) if metadata is not None else None
         return _certain(await self._here(self._client.publish(plain_spec(version), self._deadline(timeout), said)))
 
+    @traced("unpublish")
     async def unpublish(self, *, timeout: float | None = None) -> None:  # noqa: ASYNC109 - our own deadline
         """Take the promise back: returns when these tensors have no readers and may be changed.
 
@@ -305,6 +308,7 @@ class Weights(Worker):
             yield
         await self.publish(version, metadata=metadata, timeout=timeout)
 
+    @traced("mutating")
     async def _claim(self, version: int, within: float | None, metadata: Mapping[str, object] | None = None) -> None:
         """The beginning of `mutating`: unpublish, and keep the number until it is published."""
         if metadata is not None:
@@ -318,6 +322,7 @@ class Weights(Worker):
         self._is_closing = True
         await leave_at_once(self._client)
 
+    @traced("replicate")
     async def replicate(
         self,
         spec: Spec = "latest",
@@ -338,6 +343,7 @@ class Weights(Worker):
         filling = self._client.operate("replicate", plain_spec(spec), self._deadline(timeout), waits=wait)
         return _certain(await self._here(filling))
 
+    @traced("update")
     async def update(self, spec: Spec = "latest", *, timeout: float | None = None) -> int:  # noqa: ASYNC109 - our own deadline
         """Leave the version held and replicate a newer one, if there is one. Returns the version now held.
 

@@ -137,7 +137,7 @@ ME = worker_id("m", "r", 0)
 FAILURE = Failure("corrupt-transfer", "why", "what to do")
 GRANT = Grant(Ticket(3), Version(1), (Source(ME, False, ("tcp://h:1",), Digest("ab")),), "the nearest")
 WORDY = [  # each kind of message with a text in each place that has one
-    replace(hello(token="t"), endpoints=("tcp://h:1",), site="s", host="h", place="p"),
+    replace(hello(token="t"), endpoints=("tcp://h:1",), site="s", host="h", place="p", metrics="h:2"),
     Report(
         1,
         buffer=Holding(Version(3), Digest("ab")),

@@ -18,6 +18,7 @@ from tensorhub.runtime import content, dataplane
 from tensorhub.runtime.connection import decode_to_server, encode
 from tensorhub.runtime.content import Meter, Routes
 from tensorhub.runtime.dataplane import DataPlane
+from tensorhub.runtime.metrics import RATE, READ, Record
 from tensorhub.transport import sealed
 from tensorhub.transport.local.memory import format_endpoint, here
 from tensorhub.transport.sealed import Sealed, Shared
@@ -728,4 +729,6 @@ def test_the_rate_is_that_of_the_last_second():
         clock.now, read.received_bytes = tenth / 10, tenth * 100 if tenth <= 30 else 3000
         rate = meter.look().rate_bytes_per_s
         assert rate == (1000 if tenth <= 30 else max(0, round(1000 - (tenth - 30) * 100)))
-    assert meter.average().rate_bytes_per_s == 600
+    record = Record()
+    assert meter.ended(record, "tcp").rate_bytes_per_s == 600
+    assert (record.observed[READ]["tcp",].sum, record.observed[RATE]["tcp",].sum) == (5.0, 600)

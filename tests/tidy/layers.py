@@ -35,6 +35,8 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "torch": ("memory", "reshard", "integrations"),
     "aiohttp": ("runtime",),
     "uvloop": ("runtime",),
+    "prometheus_client": ("runtime",),
+    "opentelemetry": ("runtime",),
     "typer": ("cli",),
     "rich": ("cli",),
     "vllm": ("integrations",),

@@ -150,6 +150,7 @@ class Hello(_Message, frozen=True, tag="hello"):
     retain: int = 0  # versions of the model to keep, until all have left; the most that reliable workers ask for counts
     place: str = ""  # workers that name the same one can map each other's host copies; empty: none can
     is_passing: bool = False  # it comes for one version and leaves: no trainer waits for it
+    metrics: str = ""  # host:port of the page with its metrics; empty: there is none
 
     @property
     def worker(self) -> WorkerId:

@@ -82,9 +82,9 @@ class Accepted:
     async def answer(self, request: web.Request, body: bytes, *, content_type: str) -> web.StreamResponse:
         """Send a long answer, piece by piece: who does not read keeps one piece, and a share in what all are sent."""
         if len(body) <= PIECE_BYTES:
-            return web.Response(body=body, content_type=content_type)
-        response = web.StreamResponse()
-        response.content_type, response.content_length = content_type, len(body)
+            return web.Response(body=body, headers={"Content-Type": content_type})
+        response = web.StreamResponse(headers={"Content-Type": content_type})
+        response.content_length = len(body)
         view = memoryview(body)
         try:
             await response.prepare(request)

@@ -56,6 +56,7 @@ from .connection import encode
 from .content import Known, changed_tensors
 from .driver import AFTER_DEADLINE_S, Driver, failed
 from .loops import in_thread
+from .metrics import CALL, CALL_ERRORS, HASH, VERIFY
 from .questions import check_held, fetch_layouts, siblings, wait_for_holders, wait_for_version
 
 # Tiles. All shards of a replica make the same grid from the layouts of all living replicas, which the server knows.
@@ -628,9 +629,10 @@ class Client:
         self._check_usable()  # it may have been closed while masters were compared
         registration = self.driver.data.registration
         assert registration is not None, "why_not_begin had seen a layout"
-        if held is None:
-            await self.cast_state.cast(registration, deadline, f"publish of {self.me}")
-        return await hashed(self.options, self.me, self.hello.shards, registration, held, metadata, deadline)
+        with self.driver.record.timed(HASH):
+            if held is None:
+                await self.cast_state.cast(registration, deadline, f"publish of {self.me}")
+            return await hashed(self.options, self.me, self.hello.shards, registration, held, metadata, deadline)
 
     def _metadata_of(self, version: Spec, metadata: bytes | None) -> bytes:
         """The metadata to publish with that version. Raises `VersionConflict` if it is held here with other words."""
@@ -666,7 +668,8 @@ class Client:
         content, held = self.driver.data.content, self.driver.worker.held
         if held is None or content is None or content.manifest is None:
             raise UsageError(f"{self.me} holds no version, so there is nothing to check", hint="publish or replicate")
-        await check_unchanged(self.me, held, content.registration, content.manifest, deadline)
+        with self.driver.record.timed(VERIFY):
+            await check_unchanged(self.me, held, content.registration, content.manifest, deadline)
 
     async def close(self, deadline: float) -> None:
         """Withdraw, wait for readers, leave. Idempotent; ends by its deadline."""
@@ -742,8 +745,13 @@ class Client:
     def _one_call(self, verb: str) -> Iterator[None]:
         """One call at a time: hashing belongs to the call, but the machine hears of it only afterwards."""
         self.check_may_call(verb)
-        with self.call_lock.of(verb):
-            yield
+        record = self.driver.record
+        with self.call_lock.of(verb), record.timed(CALL, verb):
+            try:
+                yield
+            except TensorHubError as error:
+                record.add(CALL_ERRORS, 1, verb, error.code)
+                raise
 
     def _check_usable(self) -> None:
         broken = self.driver.broken

@@ -351,6 +351,14 @@ def parse_limit(value: object, what: str) -> int:
     return int(found.group(1)) * _UNITS[found.group(2)]
 
 
+MAX_PORT = 65535
+
+
+def parse_port(value: object, what: str) -> int:
+    """A port."""
+    return _count(value, what, least=1, most=MAX_PORT)
+
+
 def parse_retain(value: object, what: str) -> int:
     """A number of versions."""
     return _count(value, what, least=0, most=256)
@@ -416,6 +424,9 @@ class Options:
     prefetch: str = _option("seed", parse_prefetch, 'fill a host copy ahead: "seed" of a site, "always" or "never"')
     retain: int = _option(
         0, parse_retain, "newest versions of the model to keep, until all its workers have left; 0: as the server says"
+    )
+    metrics_port: int | None = _option(
+        None, parse_port, "first of 32 ports for this process's page of metrics: it takes a free one; empty: no page"
     )
     # a lease is 10 s: by then the place of a predecessor that died is free
     connect_s: float = _option(15.0, parse_seconds, "how long open() waits for the reference server")

@@ -97,7 +97,8 @@ def _nonsense_of(message: ToServer) -> str:
     """The part of a message that no worker could mean; empty if there is none."""
     match message:
         case Hello():
-            words, endpoints = (message.life, message.site, message.host), message.endpoints
+            words = message.life, message.site, message.host, message.metrics
+            endpoints = message.endpoints
             if len(endpoints) > MAX_ENDPOINTS or any(len(each) > MAX_ENDPOINT for each in endpoints):
                 return "too many or too long endpoints: how many addresses does its worker have?"
             if any(len(word) > MAX_WORD for word in words):

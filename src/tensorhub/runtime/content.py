@@ -52,6 +52,7 @@ from ..transport.tcp.addresses import parse_endpoint
 from ..transport.threads import as_ours
 from ..worker.events import ReadMeasured
 from .loops import held_lock, in_thread
+from .metrics import RATE, READ, RECEIVED, Record
 
 NOTHING = Batches.of(array("q"), [], 0)
 
@@ -575,14 +576,22 @@ class Meter:
         then, before = self._seen[0]
         return Measured(self._read.path, _rate(arrived - before, now - then), arrived)
 
-    def average(self) -> Measured:
-        """What was measured from the beginning of the read until now."""
-        received = self._read.received_bytes
-        return Measured(self._read.path, _rate(received, self._clock() - self.began), received)
+    def ended(self, record: Record, scheme: str) -> Measured:
+        """What was measured from the beginning of the read until now: counts it."""
+        received, seconds = self._read.received_bytes, self._clock() - self.began
+        rate = _rate(received, seconds)
+        record.observe(READ, seconds, scheme)
+        record.observe(RATE, rate, scheme)
+        return Measured(self._read.path, rate, received)
 
 
 def _rate(size_bytes: int, seconds: float) -> int:
     return round(size_bytes / seconds) if seconds > 0 else 0
+
+
+def memory_of(registration: Registration) -> str:
+    """Where these tensors lie: "device", or "host" of host copies too."""
+    return "host" if registration.devices == ("cpu",) else "device"
 
 
 class Counted(Protocol):
@@ -593,6 +602,7 @@ class Counted(Protocol):
     read: Read | None
     way: Way | None
     counted_bytes: int
+    memory: str  # that it fills: "device" or "host"
 
 
 class OpenRead:
@@ -601,6 +611,7 @@ class OpenRead:
     def __init__(self, grant: Grant, content: Content, sink: TrustedSink) -> None:
         self.grant, self.source, self.version = grant, grant.source, grant.version
         self.content = content
+        self.memory = memory_of(content.registration)
         self.sink = sink
         self.ways: list[Way] = []  # left to try
         self.way: Way | None = None  # under way
@@ -615,10 +626,10 @@ class OpenRead:
         self.measuring: asyncio.Handle | None = None  # the next look at its rate
         self.looking: asyncio.Handle | None = None  # the next look at its progress
 
-    def log_end(self, me: WorkerId) -> None:
-        """Log the end of the read."""
+    def log_end(self, me: WorkerId, record: Record) -> None:
+        """Log and count the end of the read."""
         if self.way is not None and self.meter is not None and self.counted_bytes:
-            found = self.meter.average()
+            found = self.meter.ended(record, self.way.scheme)
             _log.info(
                 "%s has read %s of version %d from %s by %s (%s) at %.1f MiB/s%s",
                 *(me, size_text(self.counted_bytes), self.version, self.source.worker),
@@ -637,6 +648,7 @@ class OpenRead:
 class Received:
     """Bytes that came by reads."""
 
+    record: Record = field(default_factory=Record)
     by_replica: dict[str, int] = field(default_factory=dict)  # of the sources: the latest few, and all others
     cross_site: dict[int, int] = field(default_factory=dict)  # by version: from other sites, the latest few
     by_transport: dict[str, int] = field(default_factory=dict)
@@ -654,6 +666,7 @@ class Received:
             self._count_cross_site(reading.version, news)
         if reading.way is not None:
             self.by_transport[reading.way.scheme] = self.by_transport.get(reading.way.scheme, 0) + news
+            self.record.add(RECEIVED, news, reading.way.scheme, reading.memory)
 
     def _count_cross_site(self, version: Version, size_bytes: int) -> None:
         self.cross_site[version] = self.cross_site.pop(version, 0) + size_bytes

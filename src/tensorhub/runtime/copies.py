@@ -48,6 +48,7 @@ from ..worker.events import CopiedIn, CopiedOut, CopyCounted, CopyDropped, Event
 from .config import Verify
 from .content import Content, Known, TrustedSink, key_of
 from .loops import in_thread, report_end
+from .metrics import FAILURES, Record
 
 _log = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ class HostCopies:
         self._tasks: set[asyncio.Task[None]] = set()
         self._no_room: dict[Version, int] = {}  # how often there was none to fetch it ahead
         self.errors: dict[str, TensorHubError] = {}  # by code: the newest of this call that is not to be retried
+        self.record = Record()
         self.offloaded_bytes = 0  # copied from registered memory, in all
         self.spoiled: Failure | None = None  # why what the tensors held could not be kept: they were freed
         self._is_closed = threading.Event()
@@ -95,6 +97,7 @@ class HostCopies:
 
     def failure(self, error: TensorHubError) -> Failure:
         """The failure for the machine and the server. If it ends the call, the caller gets the error itself."""
+        self.record.add(FAILURES, 1, error.code)
         if not error.retryable:
             self.errors[error.code] = error.with_traceback(None)
         return Failure.of(error)

@@ -17,7 +17,7 @@ from msgspec import structs
 from ..memory.fill import FillSink
 from ..memory.registration import Registration
 from ..protocol.errors import SessionLost, SourceLost, TensorHubError, TransportMissing, Unavailable
-from ..protocol.messages import Failure, Grant
+from ..protocol.messages import Failure, Grant, Source
 from ..protocol.names import Digest, Ticket, Version, WorkerId, is_tiled
 from ..reshard.grid import BAND_BYTES
 from ..transport.base import Progress, Transport, Way
@@ -41,6 +41,7 @@ from .content import (
 )
 from .copies import HostCopies
 from .loops import Background, hand_over, in_thread
+from .metrics import GIVEN_UP, VERIFY, Record
 from .tile_reads import TilePlane
 
 _log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class DataPlane:
         tell: Callable[[Event], None],
         host_bytes: int | None = None,
         chunk_bytes: int = BAND_BYTES,
+        record: Record | None = None,
     ) -> None:
         """`transports` by scheme, best first. `tell` hands an event to the machine. `chunk_bytes`: of tiled content."""
         self.me = me
@@ -68,7 +70,8 @@ class DataPlane:
         self.content: Content | None = None  # what the registered memory holds, or is being filled with
         self.incoming: Content | None = None  # opened: what it is to be filled with next, nothing of it is written
         self.vacated: Known | None = None  # of what was withdrawn, and is not yet written over
-        self.received = Received()
+        self.record = record or Record()
+        self.received = Received(self.record)
         self.unserved: TensorHubError | None = None  # why no peer can read what is held
         self.is_closed = False
         self.transports, self.routes = transports, Routes(me, transports)
@@ -79,6 +82,7 @@ class DataPlane:
         self.copies = HostCopies(
             me, transports, verify=verify, limit_bytes=host_bytes, tell=tell, withdraw=self._withdraw_all
         )
+        self.copies.record = self.record
         self.errors = self.copies.errors
         self.tiles = TilePlane(self, chunk_bytes)
         self._background = Background(self._loop)
@@ -88,6 +92,11 @@ class DataPlane:
     def failure(self, error: TensorHubError) -> Failure:
         """The failure for the machine and the server. If it ends the call, the caller gets the error itself."""
         return self.copies.failure(error)
+
+    def give_up(self, way: Way, source: Source, version: Version, error: TensorHubError) -> None:
+        """This way does not work towards that source: others are tried from now on."""
+        self.routes.failed(way, source, version, error)
+        self.record.add(GIVEN_UP, 1, way.scheme)
 
     # --- what the machine wants ---------------------------------------------------------------------------------------
 
@@ -340,7 +349,7 @@ class DataPlane:
             if error is None:
                 return
         if isinstance(error, TransportMissing) and reading.way is not None and not reading.sink.is_stopped:
-            self.routes.failed(reading.way, reading.source, reading.version, error)
+            self.give_up(reading.way, reading.source, reading.version, error)
             error = self._read_by_any(reading)
             if error is None:
                 return
@@ -351,7 +360,7 @@ class DataPlane:
                 return
         self._reading = None
         reading.end()
-        reading.log_end(self.me)
+        reading.log_end(self.me, self.record)
         progress, failure = reading.content.progress, None
         is_complete = progress is not None and progress.is_complete and not reading.sink.is_only_opened
         if error is None and not is_complete and not reading.sink.is_stopped:
@@ -380,7 +389,8 @@ class DataPlane:
         """Check the whole mapped copy before any chunk of it counts."""
         sink, version = reading.sink, reading.grant.version
         try:
-            content = await in_thread(lambda: self.copies.map_shared(version, sink, registration), name="share")
+            with self.record.timed(VERIFY):
+                content = await in_thread(lambda: self.copies.map_shared(version, sink, registration), name="share")
         except TensorHubError as error:
             self._ended(reading, error.with_traceback(None))
             return

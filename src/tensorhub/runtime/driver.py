@@ -21,7 +21,7 @@ from ..protocol.errors import (
     UsageError,
     error_from_code,
 )
-from ..protocol.messages import Failure, Hello, Orders, Refusal, named
+from ..protocol.messages import Failure, Hello, Orders, Refusal, Withdrawing, named
 from ..protocol.names import Version
 from ..transport import threads
 from ..transport.base import Transport
@@ -56,6 +56,7 @@ from .config import Options
 from .connection import START, Connection, ConnectionEvent, unreached
 from .dataplane import DataPlane
 from .loops import in_thread
+from .metrics import DRAIN, Record, WorkerPage
 from .tile_reads import Covering
 
 _log = logging.getLogger(__name__)
@@ -145,6 +146,9 @@ class Driver:
     ) -> None:
         """`why_it_cannot_end` is asked once, of a call that waits long for living shards. Its answer ends the call."""
         self.me = hello.worker
+        self.record = Record((self.me.model, self.me.replica, str(self.me.shard)))
+        self.page: WorkerPage | None = None  # which shows the record
+        self._drains_since: float | None = None
         self.data = DataPlane(
             self.me,
             transports,
@@ -152,6 +156,7 @@ class Driver:
             tell=self.feed,
             host_bytes=options.host_bytes,
             chunk_bytes=options.chunk_bytes,
+            record=self.record,
         )
         self.data.copies.most = max(MAX_COPIES, options.retain + 1)  # what is retained, and what is established
         self.data.copies.pinned_bytes = options.pinned_bytes
@@ -321,6 +326,8 @@ class Driver:
         _fail(self._gone(), self._finished, *self._awaited)  # the machine hears of nothing any more
         if self._timer is not None:
             self._timer.cancel()
+        if self.page is not None:
+            await self.page.leave(self)
         if self._life is not None:
             self._life.cancel()
             await asyncio.wait([self._life], timeout=AFTER_DEADLINE_S)
@@ -363,10 +370,20 @@ class Driver:
             return
         for answer in barred:
             self.feed(answer)
+        self._time_drain()
         self._set_timer()
         for future, is_true in list(self._awaited.items()):
             if is_true() and not future.done():
                 future.set_result(None)
+
+    def _time_drain(self) -> None:
+        """A drain lasts as long as the buffer is withdrawing."""
+        is_draining, began = isinstance(self.worker.buffer, Withdrawing), self._drains_since
+        if is_draining and began is None:
+            self._drains_since = time.monotonic()
+        elif not is_draining and began is not None:
+            self.record.observe(DRAIN, time.monotonic() - began)
+            self._drains_since = None
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:

@@ -31,13 +31,14 @@ from ..transport import sealed, threads
 from ..transport.base import PREFERENCE, Transport
 from ..transport.local.transport import LocalSettings, LocalTransport
 from ..transport.nixl import agent
-from ..transport.tcp.addresses import host_of, is_loopback
+from ..transport.tcp.addresses import host_of, is_loopback, parse_endpoint
 from ..transport.tcp.settings import TcpSettings
 from ..transport.tcp.transport import TcpTransport
 from ..transport.threads import Thread, start
 from .client import Client, living
 from .config import OTHER_HOST, Options
 from .loops import in_thread, loop_thread
+from .metrics import open_page
 
 if TYPE_CHECKING:
     pass
@@ -67,7 +68,7 @@ async def open_client(
 
     `is_passing`: it comes for one version and leaves.
     """
-    listening = Listening(options)
+    listening, page = Listening(options), None
     try:
         try:
             async with asyncio.timeout_at(deadline):
@@ -77,8 +78,12 @@ async def open_client(
         except TimeoutError as error:
             text = f"{model}/{replica}[{shard}]: names on the way to {options.server} were not resolved in time"
             raise ServerUnreachable(text, hint="is the name service of this machine well?") from error
+        page = await open_page(options, *_page_host(host, transports))
         hello = _hello(model, replica, shard, shards, reliable, options, transports)
-        client = Client(replace(hello, is_passing=is_passing), options, transports)
+        hello = replace(hello, is_passing=is_passing, metrics="" if page is None else page.address)
+        client = Client(hello, options, transports)
+        if page is not None:
+            page.show(client.driver, options.token)
         await client.start(deadline)
     except ShardTaken as error:
         listening.give_up()
@@ -89,6 +94,8 @@ async def open_client(
         raise
     except BaseException:
         listening.give_up()
+        if page is not None:
+            await page.leave(None)
         raise
     living.add(client)
     return client
@@ -160,6 +167,15 @@ def _hello(
         retain=options.retain,
         place=_place(transports),
     )
+
+
+def _page_host(host: str, transports: Mapping[str, Transport]) -> tuple[str, str]:
+    """Where a page listens, and where others reach it: as the `tcp` transport, if there is one."""
+    tcp = transports.get("tcp")
+    if not isinstance(tcp, TcpTransport):
+        first = host.partition(",")[0].strip()
+        return first, first
+    return tcp.addresses[0], parse_endpoint(tcp.endpoint)[0][0]
 
 
 def _place(transports: Mapping[str, Transport]) -> str:

@@ -37,6 +37,7 @@ from .answers import Answers, Shown
 from .config import OTHER_HOST
 from .connection import Malformed, OddNumber, decode_to_server, encode
 from .journal import JournalFile
+from .metrics import LOOP_LAG, REFUSALS, server_record, server_sheet, targets, watch_loop
 
 # Only the newest orders wait to be sent: a worker that does not read costs one message, and is cut after a while.
 
@@ -411,12 +412,15 @@ class ServerShell:
         self._is_stopping = False
         self._answers = Answers(self.machine, self._authorise, self._tick)
         self._shown = Shown(self.machine, lambda: self.intake.now)
+        self.record = server_record()
         self.accepted = Accepted(time.monotonic)
 
     def application(self) -> web.Application:
         app = web.Application(client_max_size=64 * 1024, middlewares=[self.accepted.note, self._part])
         app.router.add_get("/v1/session", self._session)
         app.router.add_get("/v1/status", self._status)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/v1/targets", self._targets)
         self._answers.add_to(app)
         app.router.add_get("/healthz", self._healthz)
         app.cleanup_ctx.append(self._running)
@@ -433,11 +437,16 @@ class ServerShell:
         for sender, message in outbox:
             socket = self._sockets.get(sender)
             if socket is not None:
-                socket.post(message)
+                self._post(socket, message)
                 if isinstance(message, Orders):
                     self._log_grants(socket, message)
         self._set_timer()
         self._answers.polls.note()
+
+    def _post(self, socket: WorkerSocket, message: ToWorker) -> None:
+        if isinstance(message, Refusal) and not socket.is_refused:
+            self.record.add(REFUSALS, 1)
+        socket.post(message)
 
     def _write_journal(self) -> None:
         records, is_whole = self.machine.to_journal()
@@ -476,7 +485,7 @@ class ServerShell:
             self._fail(error)
         except Exception as error:  # noqa: BLE001 - what this worker said is more than we understand: not to be repeated
             _log.exception("%s said %.500r", socket.name, message)
-            socket.post(_malformed(f"{type(message).__name__} made no sense: {error!r}"))
+            self._post(socket, _malformed(f"{type(message).__name__} made no sense: {error!r}"))
 
     def end(self, socket: WorkerSocket, *, now: float) -> None:
         """The intake's turn: a connection has ended. Its last report counts, though its layout is unknown."""
@@ -527,7 +536,7 @@ class ServerShell:
         self._opened += 1
         socket = WorkerSocket(f"socket-{self._opened}", websocket, request)
         unknown = UnknownClient(
-            self._unknown_clients, request, partial(socket.post, _malformed("too much before any Hello"))
+            self._unknown_clients, request, partial(self._post, socket, _malformed("too much before any Hello"))
         )
         self._sockets[socket.sender] = socket
         try:
@@ -566,18 +575,18 @@ class ServerShell:
             if frame.type is WSMsgType.ERROR:
                 return  # too long, or no frame at all: aiohttp has said so and closes
             if frame.type is not WSMsgType.BINARY:
-                socket.post(_malformed("a text frame"))
+                self._post(socket, _malformed("a text frame"))
                 continue
             try:
                 message = decode_to_server(frame.data, is_known=socket.has_said_hello)
             except Malformed as error:
-                socket.post(_malformed(str(error), retry_s=ODD_RETRY_S if isinstance(error, OddNumber) else 0.0))
+                self._post(socket, _malformed(str(error), retry_s=ODD_RETRY_S if isinstance(error, OddNumber) else 0.0))
                 continue
             refusal = self._why_refuse(socket, message) if isinstance(message, Hello) else None
             if refusal is None and not isinstance(message, Hello) and not socket.has_said_hello:
                 refusal = _malformed(f"a {type(message).__name__} before any Hello")
             if refusal is not None:
-                socket.post(refusal)
+                self._post(socket, refusal)
                 continue
             if not socket.has_said_hello:
                 socket.has_said_hello = True
@@ -625,6 +634,18 @@ class ServerShell:
         body = await self._shown.ask(request.query.get("model"))
         return await self.accepted.answer(request, body, content_type="application/json")
 
+    async def _metrics(self, request: web.Request) -> web.StreamResponse:
+        """What Prometheus reads."""
+        self._authorise(request)
+        sheet = server_sheet(self.machine, self.record)
+        body, content_type = await sheet.page(request.headers.get("Accept", ""))
+        return await self.accepted.answer(request, body, content_type=content_type)
+
+    async def _targets(self, request: web.Request) -> web.StreamResponse:
+        """The pages of the workers, for Prometheus' `http_sd_configs`."""
+        self._authorise(request)
+        return web.json_response(targets(self.machine))
+
     async def _healthz(self, request: web.Request) -> web.StreamResponse:
         state = {"status": "stopping" if self._is_stopping else "ok", "protocol": PROTOCOL}
         return web.json_response(state, status=503 if self._is_stopping else 200)
@@ -657,6 +678,7 @@ class ServerShell:
 
     def _authorise(self, request: web.Request) -> None:
         if not self._is_known(request):
+            self.record.add(REFUSALS, 1)
             raise web.HTTPUnauthorized(text="this server wants a token\n", headers={"WWW-Authenticate": "Bearer"})
 
     # --- its life -----------------------------------------------------------------------------------------------------
@@ -665,7 +687,7 @@ class ServerShell:
         return self.machine.status(now=self.intake.now)
 
     async def _running(self, _: web.Application) -> AsyncIterator[None]:
-        works = [self.intake.run(), self._sweep(), self._answers.polls.run()]
+        works = [self.intake.run(), self._sweep(), self._answers.polls.run(), watch_loop(self.record, LOOP_LAG)]
         works += [self._journal.sync()] if self._journal is not None else []
         tasks = [asyncio.create_task(work) for work in works]
         self._set_timer()

@@ -32,8 +32,9 @@ from ..transport.base import Read, Way
 from ..transport.threads import as_ours
 from ..worker.events import NotShared, ReadAdvanced, ReadEnded, ReadMeasured, ReadOpened
 from .config import Options
-from .content import MEASURE_EVERY_S, Content, Looking, Meter, Touch, Trusted, TrustedTileSink, key_of
+from .content import MEASURE_EVERY_S, Content, Looking, Meter, Touch, Trusted, TrustedTileSink, key_of, memory_of
 from .loops import in_thread
+from .metrics import Record
 from .questions import siblings
 
 if TYPE_CHECKING:
@@ -101,8 +102,8 @@ class State(Enum):
 class SourceRead:
     """What one read takes from one of its sources."""
 
-    def __init__(self, source: Source, version: Version) -> None:
-        self.source, self.version = source, version
+    def __init__(self, source: Source, version: Version, memory: str) -> None:
+        self.source, self.version, self.memory = source, version, memory
         self.ways: list[Way] = []  # left to try
         self.way: Way | None = None
         self.read: Read | None = None
@@ -118,11 +119,11 @@ class SourceRead:
         """Bytes received in all."""
         return self.before_bytes + (self.read.arrived_bytes if self.read is not None else 0)
 
-    def log_end(self, me: WorkerId) -> None:
-        """Log the end of the read."""
+    def log_end(self, me: WorkerId, record: Record) -> None:
+        """Log and count the end of the read."""
         if self.way is None or self.meter is None or self.read is None or not self.read.received_bytes:
             return
-        found = self.meter.average()
+        found = self.meter.ended(record, self.way.scheme)
         _log.info(
             "%s has read %s of version %d from %s in pieces by %s (%s) at %.1f MiB/s%s",
             *(me, size_text(found.arrived_bytes), self.version, self.source.worker),
@@ -157,7 +158,10 @@ class TileReading:
         self.grant, self.ticket, self.starts = grant, grant.ticket, starts
         self.content: Content | None = None
         self.state = State.LOOKING
-        self.sources = [SourceRead(source, grant.version) for source in grant.sources]
+        registration = self.data.registration
+        assert registration is not None, "reading without registered memory"
+        memory = "host" if grant.to_host else memory_of(registration)
+        self.sources = [SourceRead(source, grant.version, memory) for source in grant.sources]
         self.loop = asyncio.get_running_loop()
         self.timers: dict[str, asyncio.Handle] = {}
         self._touch = Touch(plane.data.lease, lambda: plane.data.wake(self._touched))
@@ -294,11 +298,11 @@ class TileReading:
         if one.sink is not sink or one.read is None:
             return
         self.data.received.count(one)
-        one.log_end(self.data.me)
+        one.log_end(self.data.me, self.data.record)
         one.before_bytes += one.read.received_bytes
         one.read, one.counted_bytes = None, 0
         if isinstance(error, TransportMissing) and not sink.is_stopped and one.way is not None:
-            self.data.routes.failed(one.way, one.source, one.version, error)
+            self.data.give_up(one.way, one.source, one.version, error)
             one.ways = []
             self._read(one, sink)
         elif type(error) is Unavailable and one.ways and not sink.is_stopped:  # for now: the next way to this source

@@ -5,6 +5,7 @@ from math import inf
 
 from msgspec.structs import replace
 
+from ..protocol.errors import BY_CODE, TensorHubError
 from ..protocol.messages import (
     Failure,
     Filling,
@@ -277,6 +278,7 @@ def _count_failure(state: State, reader: Member, failure: TicketFailure, reads: 
     if source is not None:
         source.has_failed_a_reader = True
     state.counters["failed_reads"] += 1
+    state.failed_reads[failure.code if failure.code in BY_CODE else TensorHubError.code] += 1
 
 
 def _may_adopt(state: State, worker: WorkerId, report: Report) -> bool:

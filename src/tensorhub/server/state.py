@@ -140,6 +140,7 @@ class State:
     layouts: dict[Digest, LayoutInfo] = field(default_factory=dict)
     max_layouts: int = field(init=False)  # above that, unused ones are forgotten
     counters: Counter[str] = field(default_factory=Counter)
+    failed_reads: Counter[str] = field(default_factory=Counter)  # by code of the error
     said: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_SAID))  # for the log
     dirty: OrderedDict[WorkerId, bool] = field(
         default_factory=OrderedDict
