@@ -175,3 +175,24 @@ def test_what_is_fetched_ahead_gives_way_to_the_established_version() -> None:
     town.says(OTHER, buffer=Withdrawing(ONE, ROOT), copies=(HostCopy(1, TWO, ROOT, done=1, chunks=4),))
     assert told(town, OTHER) == (ONE, None)
     assert town.orders[OTHER].release == (1,)
+
+
+# --- which worker takes over what a closing one has ---
+
+
+def test_a_publisher_takes_over_no_version_that_counts_only_outside_it() -> None:
+    """It would drop the copy at once, and be asked to fetch it again for as long as the other one waits."""
+    town = Town()
+    town.joins(TRAINER, **HELD)
+    town.joins(FIRST, buffer=Holding(ONE, ROOT))
+    town.says(TRAINER, buffer=Holding(TWO, ROOT, published=True), copies_left=1)
+    town.says(FIRST, buffer=Withdrawing(ONE, ROOT), closing=True)
+    assert town.orders[TRAINER].fetch is None
+    assert told(town, FIRST) == (None, ONE)
+
+
+def test_a_whole_copy_counts_though_another_one_of_its_version_is_not_whole() -> None:
+    """Otherwise the server forgets the content of the version, and the worker counts as its holder."""
+    town = Town()
+    town.joins(FIRST, copies=(COPY, HostCopy(2, ONE, ROOT)))
+    assert list(town.server.state.members.get(FIRST).content.places.values()) == [True]

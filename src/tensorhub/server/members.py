@@ -204,7 +204,10 @@ class BufferHolders:
 
 
 def _places_in(buffer: Buffer, copies: tuple[HostCopy, ...], key: LayoutKey) -> dict[Place, bool]:
-    found = {(copy.version, key.of(copy.layout) if copy.layout else key): copy.whole for copy in copies}
+    found: dict[Place, bool] = {}
+    for copy in copies:
+        place = copy.version, key.of(copy.layout) if copy.layout else key
+        found[place] = copy.whole or found.get(place, False)
     if isinstance(buffer, WHOLE):
         found[buffer.version, key] = True
     elif isinstance(buffer, Filling):

@@ -302,7 +302,9 @@ def _best_heir(state: State, model: Model, record: VersionRecord, key: LayoutKey
 
 
 def _may_inherit(model: Model, member: Member, record: VersionRecord) -> bool:
-    """It stays, and gets the version already, or has room for a copy, or will have it when another one is gone."""
+    """It stays, what it has counts, and it gets the version already, or has room for a copy, or will soon have it."""
+    if not _is_to_be_kept(model, member, record.version):
+        return False
     if _has_it_to_stay(member, record.version) or member.report.closing or not layouts.may_fit(model, record, member):
         return False
     is_going = any(copy.dropping or copy.number in member.releasing for copy in member.content.copies)
