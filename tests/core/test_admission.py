@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tensorhub.protocol.events import Warned
 from tensorhub.protocol.messages import Holding, Refusal
 from tensorhub.protocol.names import Digest, ModelName, Number, Version
 from tensorhub.protocol.settings import Settings
@@ -92,7 +93,8 @@ def test_a_model_that_has_had_a_version_is_remembered_until_its_place_is_needed(
     assert [models[ModelName(name)].newest for name in ("a", "b")] == [7, 7]
     assert (town.hello("w", 0, 1, "c"), town.report("w", 0, "c")) == (None, None)
     assert list(models) == ["b", "c"]
-    assert "a is forgotten, with its numbers" in town.server.state.said[-1]
+    (warned,) = [each for each in town.server.state.events if isinstance(each, Warned)]
+    assert "a is forgotten, with its numbers" in warned.text
 
 
 def refusal_in(said: list, line: str) -> Refusal | None:

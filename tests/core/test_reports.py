@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from tensorhub.protocol.events import Lost
 from tensorhub.protocol.messages import (
     CallReport,
     Failure,
@@ -59,15 +60,15 @@ def test_a_loss_is_said_when_it_happens_though_nobody_waits_for_anything(site: s
     for second in (1.0, 2.0, 3.0):
         town.until(second)
         town.says(READER)
-    assert not town.server.state.said
+    assert not town.events(Lost)
     town.until(4.5)
-    (said,) = town.server.state.said
-    assert said.startswith("version 1 of policy is lost")
+    (told,) = town.events(Lost)
+    assert told.text.startswith("version 1 of policy is lost")
 
 
 # --- what is news -----------------------------------------------------------------------------------------------------
 
-WITH_EVERY_REPORT = ("number", "seen", "closed", "received_bytes")
+WITH_EVERY_REPORT = ("number", "seen", "closed", "received_bytes", "read")
 CHANGES: dict[str, Any] = {
     "session": Number(2),
     "buffer": Filling(ONE),

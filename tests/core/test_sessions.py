@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from tensorhub.protocol.events import Warned
 from tensorhub.protocol.manifest import Layout
 from tensorhub.protocol.messages import CallReport, Holding, LayoutInfo, Withdrawing
 from tensorhub.protocol.names import Digest, Number, Version
@@ -69,7 +70,8 @@ def test_a_wish_counts_as_far_as_the_server_allows_and_not_of_a_spot_worker(
     town.joins(TRAINER)
     town.joins(OTHER, retain=wish, reliable=is_reliable)
     assert town.server.state.models[TRAINER.model].retain == retain
-    assert [f"asks to keep {wish} versions" in line for line in town.server.state.said] == [True] * (wish > 3)
+    texts = [warned.text for warned in town.events(Warned)]
+    assert [f"asks to keep {wish} versions" in text for text in texts] == [True] * (wish > 3)
 
 
 def test_who_has_no_room_hears_that_it_wanted_that_much_kept() -> None:

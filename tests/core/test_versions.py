@@ -125,11 +125,11 @@ def test_a_loss_is_said_once_and_only_of_what_was_not_replaced() -> None:
     found.move(worker("b"), content(Holding(Version(5), ROOT)), content(Empty()))
     assert found.news_of_losses() == found.news_of_losses() == ([5], []), "to ask changes nothing"
     assert "version 5 of policy is lost" in found.loss(found.look_up(Version(5))).message
-    found.note_said(*found.news_of_losses())
+    found.note_losses(*found.news_of_losses())
     assert found.news_of_losses() == ([], [])
     found.move(worker("b"), content(Empty()), content(Holding(Version(5), ROOT)))
     assert found.news_of_losses() == ([], [5])
-    found.note_said(*found.news_of_losses())
+    found.note_losses(*found.news_of_losses())
     assert found.news_of_losses() == ([], [])
 
 

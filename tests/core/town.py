@@ -1,5 +1,7 @@
 """A reference server, and workers that say whatever a test has them say."""
 
+from typing import TypeVar
+
 from msgspec.structs import replace
 
 from tensorhub.protocol.messages import Hello, LayoutInfo, Orders
@@ -9,6 +11,7 @@ from tensorhub.server import Server
 
 from .kit import LAYOUT, hello, report
 
+E = TypeVar("E")
 MAX_CALLS = 20  # in a second
 
 
@@ -57,6 +60,10 @@ class Town:
         more = {**known, "layout": LAYOUT.digest(), "size_bytes": LAYOUT.size_bytes, **more}
         told = report(self.numbers[who], **more)
         self._hear(self.server.handle(told, sender=str(who), now=self.now))
+
+    def events(self, kind: type[E]) -> list[E]:
+        """The events of that kind so far."""
+        return [each for each in self.server.state.events if isinstance(each, kind)]
 
     def until(self, now: float) -> None:
         for _ in range(MAX_CALLS):

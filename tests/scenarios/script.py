@@ -401,6 +401,14 @@ def _memory(stage: Stage, words: list[str]) -> None:
         stage.say(content_of(player))
 
 
+def _events(stage: Stage, _: list[str]) -> None:
+    assert stage.server is not None, "no server is running"
+    told = stage.server.state.events
+    while told:
+        event = told.popleft()
+        stage.say(f"{event.__struct_config__.tag}: {event.text}")
+
+
 COMMANDS: dict[str, Callable[[Stage, list[str]], None]] = {
     "settings": _settings,
     "server": _server,
@@ -441,4 +449,5 @@ COMMANDS: dict[str, Callable[[Stage, list[str]], None]] = {
     "stall": _stall,
     "state": _state,
     "memory": _memory,
+    "events": _events,
 }

@@ -202,6 +202,7 @@ class CallReport(_Message, frozen=True):
     floor: Version | None = None  # of an update: what was held when its caller began to wait
     former: Digest = Digest("")  # of a publish: the same content's root without boxes, published here before
     epoch: Number = Number(0)  # of a publish that is resolved: as the server answered
+    hash_s: float = 0.0  # of a publish: that hashing the tensors took
 
 
 class Source(_Message, frozen=True, array_like=True):
@@ -244,6 +245,20 @@ class Reading(_Message, frozen=True):
     path: str = ""  # how that transport moves the bytes, in a few words
     why: str = ""  # why this transport, and none that is usually better
     rate_bytes_per_s: int = 0  # over the last second or so
+
+
+class ReadDone(_Message, frozen=True):
+    """The last read of a worker that has brought a version to its end. For people.
+
+    `seconds`: from the beginning of the read to its last chunk in place. `is_verified`: against the digest of each.
+    """
+
+    ticket: Ticket
+    arrived_bytes: int
+    seconds: float
+    transport: str = ""
+    path: str = ""
+    is_verified: bool = True
 
 
 class TicketFailure(_Message, frozen=True):
@@ -315,6 +330,7 @@ class Report(_Message, frozen=True, tag="report"):
     stops: bool = False
     missed: Failure | None = None
     can_box: bool = False
+    read: ReadDone | None = None  # the last one
 
 
 # --- from the server --------------------------------------------------------------------------------------------------

@@ -607,7 +607,9 @@ class Client:
             known = content.manifest if content is not None and held == content.version else None
             if registration is not None and held is not None and known is not None:
                 await self.cast_state.check_cast(registration, held, deadline)
+            began = time.monotonic()
             manifest = await self._hashed(known, deadline, said)
+            hash_s = time.monotonic() - began
             self._check_in_place()  # what was freed meanwhile, and its memory kept by the allocator, was hashed
         except BaseException as error:
             self.driver.miss(called, error)
@@ -617,7 +619,8 @@ class Client:
         root, words, grid = manifest.root(), digest_of_metadata(said), grid_of(manifest)
         if known is None:  # else nothing was cast
             self.cast_state.published(root)
-        published = await self.driver.call(Called("publish", version, deadline, root, metadata=words, grid=grid))
+        called = Called("publish", version, deadline, root, metadata=words, grid=grid, hash_s=hash_s)
+        published = await self.driver.call(called)
         if self.driver.data.unserved is not None:
             raise self.driver.data.unserved
         if registration is not None:

@@ -30,6 +30,7 @@ from .content import (
     Content,
     Known,
     Lease,
+    Measured,
     Meter,
     OpenRead,
     Received,
@@ -291,13 +292,15 @@ class DataPlane:
     def _measure(self, reading: OpenRead) -> None:
         """Called in the loop at intervals: report the progress."""
         if self._reading is reading and reading.way is not None and reading.meter is not None:
-            way, found = reading.way, reading.meter.look()
-            rate, arrived = found.rate_bytes_per_s, found.arrived_bytes
-            told = ReadMeasured(reading.grant.ticket, way.scheme, found.path, way.why, rate, arrived)
-            if told != reading.measured:
-                reading.measured = told
-                self.tell(told)
+            self._tell_measured(reading, reading.way, reading.meter.look())
             reading.measuring = self._loop.call_later(MEASURE_EVERY_S, self._measure, reading)
+
+    def _tell_measured(self, reading: OpenRead, way: Way, found: Measured) -> None:
+        rate, arrived, is_verified = found.rate_bytes_per_s, found.arrived_bytes, self.verify == "full"
+        told = ReadMeasured(reading.grant.ticket, way.scheme, found.path, way.why, rate, arrived, is_verified)
+        if told != reading.measured:
+            reading.measured = told
+            self.tell(told)
 
     def _begun(self, content: Content | None, fill: FillSink) -> None:
         """Called in a transport's thread. The manifest is known, so peers may read the chunks that are here."""
@@ -370,6 +373,8 @@ class DataPlane:
             _log.info("%s: reading version %d from %s: %s", self.me, reading.version, reading.source.worker, error)
         if is_complete and self.incoming is reading.content:  # there was no byte to write: it is there all the same
             self.touched(reading.grant.ticket, reading.grant, reading.content)
+        if is_complete and reading.way is not None and reading.meter is not None:
+            self._tell_measured(reading, reading.way, reading.meter.average())
         self.tell(ReadEnded(reading.grant.ticket, is_complete, failure))
 
     def _share(self, reading: OpenRead) -> None:

@@ -36,6 +36,7 @@ from .admission import Accepted, Descriptors, Names, UnknownClient, UnknownClien
 from .answers import Answers, Shown
 from .config import OTHER_HOST
 from .connection import Malformed, OddNumber, decode_to_server, encode
+from .event_log import EventLog
 from .journal import JournalFile
 from .metrics import LOOP_LAG, REFUSALS, server_record, server_sheet, targets, watch_loop
 
@@ -410,6 +411,7 @@ class ServerShell:
         self._timer: asyncio.Handle | None = None
         self._timer_at = inf  # by the loop's clock; uvloop's handle of a timer that is due at once does not know it
         self._is_stopping = False
+        self.events = EventLog(self.machine.state.numbers.first)
         self._answers = Answers(self.machine, self._authorise, self._tick)
         self._shown = Shown(self.machine, lambda: self.intake.now)
         self.record = server_record()
@@ -432,8 +434,7 @@ class ServerShell:
     def _deliver(self, outbox: list[tuple[str, ToWorker]]) -> None:
         """Send what the machine wants sent, and be back when it wants to be asked again."""
         self._write_journal()
-        while self.machine.state.said:
-            _log.warning("%s", self.machine.state.said.popleft())
+        self.events.take_from(self.machine.state.events)
         for sender, message in outbox:
             socket = self._sockets.get(sender)
             if socket is not None:
@@ -519,7 +520,7 @@ class ServerShell:
         grant = orders.grant
         if grant is not None and grant.ticket > socket.logged_ticket:
             whence = named(grant.sources)
-            _log.info("%s is to read version %d from %s: %s", socket.name, grant.version, whence, grant.reason)
+            _log.debug("%s is to read version %d from %s: %s", socket.name, grant.version, whence, grant.reason)
             socket.logged_ticket = grant.ticket
 
     # --- workers ------------------------------------------------------------------------------------------------------

@@ -356,6 +356,8 @@ class TileReading:
     def _end(self) -> None:
         if self._ending.complete and not self._touch.is_touched:  # there was no byte to write: it is there all the same
             self._touched()
+        if self._ending.complete:
+            self._tell_measured()
         self.let_go()
         self._tell_progress()
         self.plane.forget(self.ticket)
@@ -413,13 +415,18 @@ class TileReading:
         if self.state is State.OVER:
             return
         self.timers["measure"] = self.loop.call_later(MEASURE_EVERY_S, self._measure)
+        if self.state is State.READING:
+            self._tell_measured()
+
+    def _tell_measured(self) -> None:
         found = [(one.way, one.meter.look()) for one in self.sources if one.meter is not None and one.read is not None]
-        if self.state is not State.READING or not found:
+        if not found:
             return
         way, first = found[0]
         scheme, why = (way.scheme, way.why) if way is not None else ("", "")
         rate, arrived = sum(each.rate_bytes_per_s for _, each in found), sum(one.arrived_bytes for one in self.sources)
-        told = ReadMeasured(self.ticket, scheme, first.path, why, rate, arrived)
+        is_verified = self.data.verify == "full"
+        told = ReadMeasured(self.ticket, scheme, first.path, why, rate, arrived, is_verified)
         if told != self._told_rate:
             self._told_rate = told
             self.data.tell(told)

@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 
-from ..protocol.errors import HIGHER, SPOILED, SPOILED_HINT
+from ..protocol import events
+from ..protocol.errors import HIGHER, SPOILED, SPOILED_HINT, shortened
 from ..protocol.messages import (
     MAX_FIRST_VERSION,
+    MAX_WORDS,
     PROTOCOL,
     Empty,
     Failure,
@@ -18,7 +20,7 @@ from ..protocol.status import AnewView
 from . import state as facts
 from .groups import Replica
 from .journal import Anew, Writes
-from .members import WHOLE, Member
+from .members import WHOLE, Member, name_of
 from .state import State
 from .versions import Model, Writer
 
@@ -31,6 +33,7 @@ from .versions import Model, Writer
 
 MAX_SHARDS = 4096
 AT_ONCE_S = 0.01
+MAX_REFUSED = 1_000  # workers of which it is known why they were refused last
 ODD_S = 1.0  # a worker whose report had an odd number may be back with its next one
 
 
@@ -68,6 +71,20 @@ def taken(state: State, member: Member) -> Refusal:
     left_s = member.lease_end - state.now
     hint = f"if that one has died, its place is free in {left_s:.1f} s"
     return Refusal("shard-taken", text, hint, retry_s=_retry_s(left_s))
+
+
+def note_refusal(state: State, hello: Hello | None, refusal: Refusal) -> None:
+    """The server refuses that worker. A worker that comes again at once, for the same reason, makes one event."""
+    state.counters["refusals"] += 1
+    worker = hello.worker if hello is not None and is_name(hello.model) and is_name(hello.replica) else None
+    is_again = state.refused.pop(worker, None) == refusal.code
+    state.refused[worker] = refusal.code
+    if len(state.refused) > MAX_REFUSED:
+        del state.refused[next(iter(state.refused))]
+    if is_again or refusal.retry_s == AT_ONCE_S:
+        return
+    why = shortened(refusal.message, MAX_WORDS)
+    state.events.append(events.Refused(**name_of(worker), why=why) if worker is not None else events.Refused(why=why))
 
 
 def spent(hello: Hello) -> Refusal:
@@ -150,6 +167,8 @@ def writer_of(state: State, model: Model) -> Replica | None:
 def make_writer(state: State, model: Model, replica: Replica) -> Number:
     """The replica is the writer from now on, if it was not. Returns the number of its lease."""
     if model.writer is None or model.writer.replica != replica.name:
+        former = model.writer.replica if model.writer is not None else ""
+        state.events.append(events.WriterChanged(model=model.name, replica=replica.name, former=former))
         model.writer = Writer(replica.name, state.next_number(), state.now)
         state.journal.append(Writes(model.name, replica.name, model.writer.number))
     return model.writer.number
@@ -251,7 +270,8 @@ def begin_anew(state: State, name: ModelName) -> AnewView:
     state.journal.append(Anew(name, model.began))
     state.mark_everyone_dirty(model)
     if forgotten is not None:
-        state.said.append(f"{name} is begun anew: its numbers up to {forgotten} are forgotten")
+        text = f"{name} is begun anew: its numbers up to {forgotten} are forgotten"
+        state.events.append(events.Warned(model=name, what=text))
     return AnewView(is_begun=True)
 
 

@@ -2,6 +2,7 @@
 
 from math import inf
 
+from ..protocol import events
 from ..protocol.names import Version
 from . import retention
 from .groups import GroupCall, Replica
@@ -120,7 +121,9 @@ def note_changed_versions(state: State) -> bool:
         if not model.is_listening:
             lost, back = model.news_of_losses()
             safe = retention.newly_established(state, model)
-            _say_losses(state, model, lost, back)
+            if lost or back:
+                _tell_losses(state, model, lost, back)
+            model.has_died = False
             for record in safe:
                 model.note_established(record)
                 state.journal.append(Established(model.name, record.version))
@@ -142,9 +145,18 @@ def _wake_for_news(state: State, model: Model) -> None:
         state.mark_waiting_dirty(model, NEWS, *map(loss_of, turned))
 
 
-def _say_losses(state: State, model: Model, lost: list[Version], back: list[Version]) -> None:
-    model.note_said(lost, back)
-    failures = [model.loss(model.look_up(version)) for version in lost]
-    state.said += [f"{failure.message}; {failure.hint}" for failure in failures]
-    state.said += [f"version {version} of {model.name} is back" for version in back]
+def _tell_losses(state: State, model: Model, lost: list[Version], back: list[Version]) -> None:
+    """Where all workers close of their own will, nothing that they give up is told as lost."""
+    is_given_up = not model.has_died and all(_is_closing(state, each) for each in model.replicas.values())
+    state.events += [events.Back(model=model.name, version=each) for each in back if model.lost[each]]
+    model.note_losses(lost, back, is_told=not is_given_up)
+    for version in lost if not is_given_up else ():
+        failure = model.loss(model.look_up(version))
+        state.events.append(events.Lost(model=model.name, version=version, why=failure.message, hint=failure.hint))
     state.counters["lost_versions"] += len(lost)
+
+
+def _is_closing(state: State, replica: Replica) -> bool:
+    """A shard of it closes, or is not there any more."""
+    members = [state.known(worker) for worker in replica.members.values()]
+    return len(members) < replica.shards or any(member.report.closing for member in members)

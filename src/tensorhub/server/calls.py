@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from math import ceil, inf
 
+from ..protocol import events
 from ..protocol.messages import (
     PREFETCHED,
     Empty,
@@ -221,7 +222,17 @@ def _finish(state: State, model: Model, replica: Replica, call: GroupCall) -> No
         record = model.record(call.version)
         if model.note_exists(record):
             state.mark_waiting_dirty(model, NEWS)
+            state.events.append(_published(state, model, replica, record))
             state.journal.append(Published(model.name, record.version, record.epoch, replica.name))
+
+
+def _published(state: State, model: Model, replica: Replica, record: VersionRecord) -> events.Published:
+    reports = [state.known(worker).report for worker in replica.members.values()]
+    hash_s = max((each.call.hash_s for each in reports if each.call is not None), default=0.0)
+    size_bytes = sum(each.size_bytes for each in reports)
+    return events.Published(
+        model=model.name, replica=replica.name, version=record.version, size_bytes=size_bytes, hash_s=hash_s
+    )
 
 
 def _missing(replica: Replica) -> Failure | None:
@@ -347,7 +358,7 @@ def _advance_publish(state: State, model: Model, replica: Replica, call: GroupCa
         else model.conflict(replica, version, roots, _former_of(state, replica))
     )
     if conflict is not None:
-        call.fail(conflict)
+        _refuse(state, model, replica, call, conflict)
     else:
         _accept_publish(state, model, replica, call, version)
 
@@ -375,7 +386,13 @@ def _advance_claim(state: State, model: Model, replica: Replica, call: GroupCall
         call.epoch = admission.make_writer(state, model, replica)
         call.resolve(version)
     elif not model.is_listening:
-        call.fail(conflict)
+        _refuse(state, model, replica, call, conflict)
+
+
+def _refuse(state: State, model: Model, replica: Replica, call: GroupCall, why: Failure) -> None:
+    """The replica may not publish that."""
+    state.events.append(events.Refused(model=model.name, replica=replica.name, why=f"{call}: {why.message}"))
+    call.fail(why)
 
 
 def _accept_publish(state: State, model: Model, replica: Replica, call: GroupCall, version: Version) -> None:

@@ -2,6 +2,7 @@
 
 from msgspec.structs import replace
 
+from ..protocol import events
 from ..protocol.messages import (
     MAX_COPIES,
     MAX_CROSS_SITE_VERSIONS,
@@ -27,6 +28,7 @@ from .members import (
     FailedSource,
     Member,
     are_other_copies,
+    name_of,
     sources_of,
     version_in,
 )
@@ -104,6 +106,8 @@ def judge_content(state: State, model: Model, replica: Replica, member: Member, 
     if type(buffer) is not type(former.buffer) or version_in(buffer) != version_in(former.buffer):
         member.is_drained = False
     content = member.content = Content(buffer, copies, member.layout_key)
+    if before.number:
+        _tell_offloads(state, member, former, content)
     model.move(member.worker, former, content)
     if isinstance(buffer, WHOLE) and buffer.published:
         replica.publishes = True
@@ -135,6 +139,18 @@ def judge_content(state: State, model: Model, replica: Replica, member: Member, 
             state.mark_waiting_dirty(model, SERVICE)
         if model.closing:
             state.mark_everyone_dirty(model)  # one of them may be chosen for a handover
+
+
+def _tell_offloads(state: State, member: Member, former: Content, content: Content) -> None:
+    """Tells of host copies that are whole now and were copied out of the tensors: no read has brought them."""
+    was_whole = [copy.number for copy in former.copies if copy.whole]
+    for copy in content.copies:
+        is_new = copy.whole and not copy.dropping and copy.number not in was_whole
+        reads = [*state.reads.of(member.worker)] if is_new else []
+        if is_new and not any(read.version == copy.version and read.grant.to_host for read in reads):
+            size_bytes = member.report.size_bytes
+            event = events.Offloaded(**name_of(member.worker), version=copy.version, size_bytes=size_bytes)
+            state.events.append(event)
 
 
 def content_beside(report: Report) -> tuple[object, ...]:

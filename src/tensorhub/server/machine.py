@@ -24,7 +24,7 @@ from ..protocol.messages import Hello, LayoutInfo, Orders, Refusal, Report, ToSe
 from ..protocol.names import Number, WorkerId
 from ..protocol.settings import Settings
 from ..protocol.status import Status
-from . import admission, apply, calls, content, reads, retention, sessions
+from . import admission, apply, calls, content, reads, retention, sessions, stalls
 from . import state as facts
 from .groups import GroupCall, Replica
 from .journal import FORMAT, Begun, History, Record
@@ -73,6 +73,7 @@ class Server:
         )
         if history is not None:
             sessions.remember(self.state, history)
+        self.state.events.append(sessions.started(self.state, is_fresh=fresh))
 
     # --- the seam -----------------------------------------------------------------------------------------------------
 
@@ -96,8 +97,10 @@ class Server:
                     reply, reporter = self._take_report(message, sender, arrived_at)
                 elif not self.state.dirty:
                     return [*outbox, self._say_again(reporter)]
+        if isinstance(reply, Refusal):
+            hello = message if isinstance(message, Hello) else self.state.hellos.get(sender)
+            admission.note_refusal(self.state, hello, reply)
         if reply is not None:
-            self.state.counters["refusals"] += isinstance(reply, Refusal)
             outbox.append((sender, reply))
         return outbox + self._settle(reporter)
 
@@ -114,13 +117,15 @@ class Server:
         if state.members.next_time() <= state.now:
             ended, woken = state.members.due(state.now)
             for member in ended:
-                sessions.end(state, member, "died (its lease ended)")
+                sessions.end(state, member, "lease over" if member.is_connected else "connection closed")
             for member in woken:
                 state.mark_dirty(member.worker)
         if state.now >= state.forget_at:
             sessions.forget_models(state)
         if state.is_recovering and state.now >= state.recovered_at:
             sessions.end_recovery(state)
+        if state.now >= state.stalls_at:
+            stalls.look(state)
         return self._settle() if state.dirty else []
 
     def to_journal(self) -> tuple[list[Record], bool]:
@@ -211,7 +216,7 @@ class Server:
             return admission.taken(state, member), None
         if member is None:
             for newcomer in admission.giving_way(state, hello, report):
-                sessions.end(state, newcomer, "gave way to a worker that had lived before")
+                sessions.end(state, newcomer, "replaced")
             refusal = admission.why_refuse(state, hello, report)
             if refusal is None and sender in state.spent:
                 model = state.models.get(hello.model)

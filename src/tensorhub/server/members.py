@@ -5,10 +5,11 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from math import inf
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypedDict, TypeVar
 
 import msgspec
 
+from ..protocol.events import Stalled
 from ..protocol.messages import (
     Answer,
     Buffer,
@@ -344,6 +345,42 @@ class OpenRead:
         return any(each.worker == worker and each.from_host for each in self.sources)
 
 
+class LeftRead(NamedTuple):
+    """A read that its reader has left before the version was complete, and why."""
+
+    version: Version
+    to_host: bool
+    sources: tuple[Source, ...]
+    why: str
+
+
+def replicas_of(sources: Collection[Source]) -> str:
+    """The replicas of these sources, for people."""
+    return ", ".join(dict.fromkeys(each.worker.replica for each in sources))
+
+
+class OpenCall(NamedTuple):
+    """A replica's call that is not over, as it was when the server last looked whether it stands still."""
+
+    number: int
+    moved_at: float  # since then it is as it is now
+    how_far: tuple[object, ...] = ()
+    told: Stalled | None = None  # the event of that it stands still, if there was one
+
+
+class WorkerName(TypedDict):
+    """The fields of an event that name its worker."""
+
+    model: str
+    replica: str
+    shard: int
+
+
+def name_of(worker: WorkerId) -> WorkerName:
+    """The worker as events name it."""
+    return WorkerName(model=worker.model, replica=worker.replica, shard=worker.shard)
+
+
 class OpenReads:
     """All open reads, found by reader and by each source. Each method takes as long as the reads it returns."""
 
@@ -499,6 +536,7 @@ class Member:
     reads_without_progress: int = 0  # failed reads since the last new chunk, of any call
     alone_until: float = -inf  # until then it fetches copies itself: it could not map one
     avoided: Avoided = Avoided()  # as a source
+    left_read: LeftRead | None = None  # since then it was given no other
     has_failed_a_reader: bool = False  # true until its next report after a read from it failed
     told: Told | None = None  # its last orders, as far as they may differ from the next
     settled_at: int = -1  # `State.happened` when it was last decided for

@@ -200,7 +200,7 @@ def instead_of(
         return False
     if not slow.is_paused(state, read):  # one that does something else was not slow
         slow.avoid(state, read)
-    state.take_back(read)
+    state.take_back(read, "it is too slow, and workers of another layout are not")
     return _give_across(state, record, member, choice, to_host=read.grant.to_host, moves=read.moves + 1)
 
 
@@ -224,10 +224,10 @@ def keep_up(state: State, model: Model, record: VersionRecord, member: Member, r
     if choice is not None:
         if _is_still(state, read):
             slow.avoid(state, read)
-        state.take_back(read)
+        state.take_back(read, why.removeprefix("; "))
         _give_across(state, record, member, choice, to_host=read.grant.to_host, why=why, moves=read.moves + 1)
     elif not is_served or (is_without_bytes and _is_had_in_its_layout(state, model, record, member)):
-        state.take_back(read)
+        state.take_back(read, why.removeprefix("; "))
         _grant(state, model, record, member, to_host=read.grant.to_host)
 
 
@@ -406,7 +406,8 @@ def _begin_anew(state: State, model: Model, record: VersionRecord, member: Membe
     """Instead of what it reads it is given the best that there is."""
     current = state.reads.current.get(member.worker)
     if current is not None:
-        state.take_back(current)
+        is_served = facts.is_served(state, current)
+        state.take_back(current, "it leaves this version" if is_served else "it does not serve this version any more")
     if wanted.to_host and any(read.is_void for read in state.reads.of(member.worker)):
         return  # in its own time: were it stopped, each new version would leave one more source waiting for it
     _grant(state, model, record, member, to_host=wanted.to_host)

@@ -5,8 +5,10 @@ from math import inf
 
 from msgspec.structs import replace
 
-from ..protocol.errors import BY_CODE, TensorHubError
+from ..protocol import events
+from ..protocol.errors import BY_CODE, TensorHubError, shortened
 from ..protocol.messages import (
+    MAX_WORDS,
     Failure,
     Filling,
     Grant,
@@ -19,7 +21,7 @@ from ..protocol.messages import (
     TicketFailure,
 )
 from ..protocol.names import Number, ReplicaName, Ticket, WorkerId
-from . import admission, apply, calls, content, reads, slow
+from . import admission, apply, calls, content, reads, slow, stalls
 from . import state as facts
 from .groups import Replica
 from .journal import History, Joined, ModelHistory, Over, Published, Record, Sessions, Writes
@@ -30,11 +32,14 @@ from .members import (
     TRIES_A_TURN,
     Content,
     FailedSource,
+    LeftRead,
     Member,
     OpenRead,
     Place,
     Told,
     Tries,
+    name_of,
+    replicas_of,
     sources_of,
 )
 from .sources import Wanted
@@ -68,6 +73,17 @@ def remember(state: State, history: History) -> None:
         model.changed = {}
         state.empty_models[name] = state.now
     state.is_recovering = state.is_untold or any(model.is_listening for model in state.models.values())
+
+
+def started(state: State, *, is_fresh: bool) -> events.ServerStarted:
+    """The event of this life's beginning."""
+    awaited = sum(len(model.awaited) for model in state.models.values())
+    return events.ServerStarted(
+        life=state.numbers.first,
+        journal="fresh" if is_fresh else "none" if state.is_untold else "found",
+        awaited=awaited,
+        listens_s=max(0.0, state.recovered_at - state.now) if state.is_recovering else 0.0,
+    )
 
 
 def records_of(state: State) -> Iterator[Record]:
@@ -135,6 +151,8 @@ def end_recovery(state: State) -> None:
     state.is_recovering = state.is_untold = False
     for model in state.models.values():
         if model.is_listening:
+            state.events += [events.Died(**name_of(worker), seen="not back") for worker in model.awaited]
+            model.has_died |= bool(model.awaited)
             _end_listening(state, model)
 
 
@@ -149,7 +167,8 @@ def note_stale(state: State, hello: Hello, report: Report) -> None:
         is_stale = report.session > state.told_upto and not state.numbers.first <= report.session <= state.numbers.last
     if not is_stale:
         return
-    state.said.append("the journal is older than what workers have heard: the server listens for a lease")
+    text = "the journal is older than what workers have heard: the server listens for a lease"
+    state.events.append(events.Warned(what=text))
     state.is_untold = state.is_recovering = state.is_journal_old = True
     for model in state.models.values():
         model.is_listening = True
@@ -245,7 +264,7 @@ def note_call(member: Member) -> None:
     call = member.report.call
     number = call.number if call is not None else 0
     if number != member.tries.call:
-        member.tries = Tries(number)
+        member.tries, member.left_read = Tries(number), None
 
 
 def _count_failure(state: State, reader: Member, failure: TicketFailure, reads: list[OpenRead]) -> None:
@@ -266,6 +285,9 @@ def _count_failure(state: State, reader: Member, failure: TicketFailure, reads: 
     failed = tries.sources.setdefault(failure.source, FailedSource(0.0, 0))
     failed.times += 1
     read = next((read for read in reads if read.ticket == failure.ticket), None)
+    if read is not None and not read.is_void:
+        why = shortened(failure.message, MAX_WORDS)
+        reader.left_read = LeftRead(read.version, read.grant.to_host, read.sources, why)
     record = state.models[reader.hello.model].versions.get(read.version) if read is not None else None
     is_for_good = failure.code == "transfer" or (  # it cannot show all tiles
         failure.code == "corrupt-transfer"
@@ -291,8 +313,9 @@ def _may_adopt(state: State, worker: WorkerId, report: Report) -> bool:
 
 def close_reads(state: State, member: Member, upto: Ticket | None) -> None:
     """The member reads no ticket up to this one any more; it counts as a holder only by what it has."""
-    model = state.models[member.hello.model]
-    for read in state.close_reads(member.worker, upto):
+    model, over = state.models[member.hello.model], state.close_reads(member.worker, upto)
+    _tell_read(state, member, over)
+    for read in over:
         _note_one_reader_less(state, model, read)
         state.mark_waiting_dirty(
             model, sources_of(read.version, read.layout_key)
@@ -304,6 +327,28 @@ def close_reads(state: State, member: Member, upto: Ticket | None) -> None:
         is_read = still is not None and still.version == read.version
         if record is not None and not is_read and (read.version, read.layout_key) not in member.content.places:
             model.remove_holder(record, member.worker, read.layout_key)
+
+
+def _tell_read(state: State, member: Member, over: list[OpenRead]) -> None:
+    """Tells of the read that has brought its version to the end, if one of these has."""
+    done = member.report.read
+    read = next((each for each in over if done is not None and each.ticket == done.ticket), None)
+    if read is None or done is None:
+        return
+    member.left_read, to_host = None, read.grant.to_host
+    found = events.ReadFinished(
+        **name_of(member.worker),
+        version=read.version,
+        source=replicas_of(read.sources),
+        size_bytes=done.arrived_bytes,
+        seconds=done.seconds,
+        transport=shortened(done.transport, MAX_WORDS),
+        path=shortened(done.path, MAX_WORDS),
+        is_verified=done.is_verified,
+        to_host=to_host,
+        is_cross_site=any(each.is_cross_site for each in read.sources),
+    )
+    state.events.append(found)
 
 
 def _note_one_reader_less(state: State, model: Model, read: OpenRead) -> None:
@@ -333,6 +378,7 @@ def take_call(state: State, replica: Replica, member: Member, before: Report) ->
         seen, last = report.seen, state.numbers.last
         replica.arrive(member.shard, report.call, now=state.now, is_first=is_first, is_put=is_put, seen=seen, last=last)
         _note_doubt(state, replica)
+        stalls.note_call(state, replica, member.hello.model)
     if former is not replica.call:
         apply.release(state, state.models[member.hello.model], former, replica)
     if (former is not None and former.is_over and not was_over) or replica.ended != was_ended:
@@ -532,28 +578,52 @@ def begin(state: State, hello: Hello, sender: str, report: Report) -> Member:
     member.has_lived_before = report.session > 0
     replica.join(hello.shard, member.worker, is_in_call=report.call is not None)
     state.members.add(member)
+    state.refused.pop(member.worker, None)
     state.note_size()
     await_session(model, member, report)
     state.journal.append(Joined(*member.worker, member.session, report.session))
     _take_place(state, model, member)
     if hello.retain > state.settings.max_retain:
         text = f"{hello.worker} asks to keep {hello.retain} versions, and may ask for {state.settings.max_retain}"
-        state.said.append(f"{text}: TENSORHUB_MAX_RETAIN of this server")
+        state.events.append(events.Warned(model=hello.model, what=f"{text}: TENSORHUB_MAX_RETAIN of this server"))
     model.retain = max(model.retain, state.settings.retain_of(hello.retain, is_reliable=hello.reliable))
     state.counters["sessions"] += 1
+    joined = events.Joined(
+        **name_of(member.worker),
+        shards=hello.shards,
+        host=hello.host,
+        site=hello.site,
+        reliable=hello.reliable,
+        is_back=member.has_lived_before,
+    )
+    state.events.append(joined)
     return member
 
 
-def end(state: State, member: Member, why: str) -> None:
-    """It has left, or died, or gave way."""
+ENDS = {  # how a session may end → what its siblings hear of it
+    "left": "left",
+    "lease over": "died (its lease ended)",
+    "connection closed": "died (its lease ended)",
+    "replaced": "gave way to a worker that had lived before",
+}
+
+
+def end(state: State, member: Member, how: str) -> None:
+    """It has left, or died, or gave way: one of `ENDS`."""
     model, replica = state.place(member)
+    model.has_died = how != "left"
+    if model.has_died:
+        silent_s = max(0.0, state.now - member.lease_end + state.settings.lease_s)
+        state.events.append(events.Died(**name_of(member.worker), seen=how, silent_s=silent_s))
+    else:
+        state.events.append(events.Left(**name_of(member.worker)))
     had = concerned(state, member)
     if member.is_connected:
         state.spent[member.sender] = None
     close_reads(state, member, None)
     model.move(member.worker, member.content, NOTHING)
     awaited_since = state.now if _is_of_a_former_job(state, replica, member) else None
-    replica.lose(member.shard, why, is_awaited_since=awaited_since)
+    replica.lose(member.shard, ENDS[how], is_awaited_since=awaited_since)
     model.forget(member.worker)
     _leave_place(state, model, member)
     del state.members[member.worker]
@@ -576,7 +646,8 @@ def end(state: State, member: Member, why: str) -> None:
         state.mark_concerned_dirty(model, had)
         state.mark_readers_dirty(member.worker)
         state.mark_waiting_dirty(model, ARRIVALS)
-    apply.note_changed_versions(state)  # what is lost with it is said at once, though no worker may be dirty
+    apply.note_changed_versions(state)  # what is lost with it is told at once, though no worker may be dirty
+    model.has_died &= model.is_listening
 
 
 def forget_models(state: State) -> None:

@@ -271,7 +271,8 @@ def move(state: State, model: Model, record: VersionRecord, reader: Member, read
     if slow.is_fault:
         avoid(state, read)
     best, reason = choice
-    state.take_back(read)
+    why = slow.why.removeprefix("; ").removeprefix(f"left {read.source.replica}: ")
+    state.take_back(read, why or "it is in another site")
     state.give(
         *(reader, record, [best.place], reason + slow.why),
         to_host=read.grant.to_host,

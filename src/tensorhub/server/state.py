@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
+from ..protocol.events import MAX_EVENTS, Event, ReadMoved, Warned
 from ..protocol.messages import (
     Buffer,
     Filling,
@@ -24,13 +25,17 @@ from .journal import Forgotten, Record
 from .members import (
     LayoutKey,
     LayoutSet,
+    LeftRead,
     Member,
     Members,
+    OpenCall,
     OpenRead,
     OpenReads,
     Place,
     Topic,
+    name_of,
     references_of,
+    replicas_of,
     sources_of,
 )
 from .versions import Model, VersionRecord
@@ -110,9 +115,6 @@ class Numbers:
 # A function that changes it marks as dirty the members whose orders may change with it.
 
 
-MAX_SAID = 100  # lines for the log that are not fetched yet
-
-
 @dataclass
 class State:
     """All tables of one life of the server."""
@@ -136,15 +138,18 @@ class State:
     reads: OpenReads = field(default_factory=OpenReads)
     hellos: dict[str, Hello] = field(default_factory=dict)  # by connection
     speakers: dict[str, WorkerId] = field(default_factory=dict)  # its worker, by connection
+    refused: dict[WorkerId | None, str] = field(default_factory=dict)  # codes of workers that were refused lately
     spent: dict[str, None] = field(default_factory=dict)  # connections of sessions that have ended
     layouts: dict[Digest, LayoutInfo] = field(default_factory=dict)
     max_layouts: int = field(init=False)  # above that, unused ones are forgotten
     counters: Counter[str] = field(default_factory=Counter)
     failed_reads: Counter[str] = field(default_factory=Counter)  # by code of the error
-    said: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_SAID))  # for the log
+    events: deque[Event] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))  # that the shell has not taken yet
     dirty: OrderedDict[WorkerId, bool] = field(
         default_factory=OrderedDict
     )  # workers to decide for; true: answer even without news
+    open_calls: dict[tuple[ModelName, ReplicaName], OpenCall] = field(default_factory=dict)
+    stalls_at: float = inf  # when to look whether one of them stands still
     happened: int = 0  # events that may concern other workers, counted
     to_advance: dict[tuple[ModelName, ReplicaName], None] = field(default_factory=dict)  # calls that may proceed
     report_s: float = field(init=False)  # the pause between a worker's reports; see `note_size`
@@ -210,14 +215,32 @@ class State:
         )
         read = OpenRead(grant, reader.worker, reader.layout_key, began_at=self.now)
         read.shares, read.moves, read.left = shares, moves, left
+        self._note_move(reader, read)
         model = self.models[reader.hello.model]
         self.open_read(read)
         model.add_holder(record, reader.worker, reader.layout_key)  # others may read behind it from now on
         self.counters["grants"] += 1
         self.mark_waiting_dirty(model, sources_of(record.version, reader.layout_key))
 
-    def take_back(self, read: OpenRead) -> None:
-        """The read is void: its reader gets another source, or none."""
+    def _note_move(self, reader: Member, read: OpenRead) -> None:
+        """The reader has been given that read. It is a move if it has left another one of the same version."""
+        left, reader.left_read = reader.left_read, None
+        if left is not None and (left.version, left.to_host) == (read.version, read.grant.to_host):
+            moved = ReadMoved(
+                **name_of(reader.worker),
+                version=read.version,
+                source=replicas_of(read.sources),
+                former=replicas_of(left.sources),
+                why=left.why,
+                to_host=left.to_host,
+            )
+            self.events.append(moved)
+
+    def take_back(self, read: OpenRead, why: str = "") -> None:
+        """The read is void: its reader gets another source, for that reason, or none."""
+        reader = self.members.get(read.reader)
+        if reader is not None:
+            reader.left_read = LeftRead(read.version, read.grant.to_host, read.sources, why) if why else None
         self.reads.take_back(read)
         self.mark_dirty(read.reader)
         self.mark_readers_dirty(read.reader)
@@ -299,7 +322,8 @@ class State:
     def forget_model(self, name: ModelName) -> None:
         """No worker is of it any more: a worker that comes begins the model anew."""
         if self.models[name].newest is not None:
-            self.said.append(f"{name} is forgotten, with its numbers: {len(self.models)} models is the most here")
+            text = f"{name} is forgotten, with its numbers: {len(self.models)} models is the most here"
+            self.events.append(Warned(model=name, what=text))
         del self.models[name], self.empty_models[name]
         self.journal.append(Forgotten(name))
 

@@ -139,7 +139,8 @@ class Model:
     buffer_holders: BufferHolders = field(default_factory=BufferHolders)
     watches: Watches = field(default_factory=Watches)  # what each member waits for
     changed: dict[Version, None] = field(default_factory=dict)  # versions whose whole holders have changed
-    lost: dict[Version, None] = field(default_factory=dict)  # those last said to be lost
+    lost: dict[Version, bool] = field(default_factory=dict)  # those known to be lost: true if that was told
+    has_died: bool = False  # a worker has, and what is lost with it is not told yet
     noted: Glance | None = None  # when workers that wait for news were last decided for
     read_from: dict[WorkerId, None] = field(default_factory=dict)  # workers with open readers
     _held: dict[WorkerId, dict[Place, None]] = field(default_factory=dict)  # of what each is a holder
@@ -288,7 +289,7 @@ class Model:
         return all(any(not record.whole.get(key) for key in layout_set) for layout_set in self.known_layout_sets())
 
     def news_of_losses(self) -> tuple[list[Version], list[Version]]:
-        """(versions that are lost and were not said to be, versions that are back since)."""
+        """(versions that are lost and were not known to be, versions that are back since)."""
         lost: list[Version] = []
         back: list[Version] = []
         former = self.noted.available if self.noted is not None else ()
@@ -303,9 +304,9 @@ class Model:
                 back.append(version)
         return lost, back
 
-    def note_said(self, lost: list[Version], back: list[Version]) -> None:
-        """These losses and returns have been said."""
-        self.lost.update(dict.fromkeys(lost))
+    def note_losses(self, lost: list[Version], back: list[Version], *, is_told: bool = True) -> None:
+        """These losses and returns are known from now on. `is_told`: there is an event of each loss."""
+        self.lost.update(dict.fromkeys(lost, is_told))
         for version in back:
             del self.lost[version]
 

@@ -158,7 +158,7 @@ def take(worker: WorkerState, event: events.Called) -> None:
     worker.call.floor = worker.memory.held if event.verb == "update" else None
     worker.missed = event.missed
     worker.call.waits, worker.call.metadata, worker.call.grid = event.waits, event.metadata, event.grid
-    worker.call.former = event.former
+    worker.call.former, worker.call.hash_s = event.former, event.hash_s
     worker.slot.forget_failures()
     worker.copies.new_call()
     worker.note(f"called {event.verb} {event.spec}")

@@ -50,6 +50,7 @@ class Called:
     grid: Digest = Digest("")  # of a publish: of its tiles
     missed: Failure | None = None  # why it is none: it failed before it was made, and counts all the same
     former: Digest = Digest("")  # of a publish: the same content's root without boxes, published here before
+    hash_s: float = 0.0  # of a publish: that hashing the tensors took
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,7 @@ class ReadMeasured:
     why: str
     rate_bytes_per_s: int
     arrived_bytes: int = 0
+    is_verified: bool = True  # the digest of each chunk is checked
 
 
 @dataclass(frozen=True, slots=True)

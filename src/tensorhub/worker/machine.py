@@ -51,6 +51,7 @@ def report_of(worker: WorkerState) -> Report:
         finished=worker.finished,
         missed=worker.missed,
         reading=worker.reading,
+        read=worker.slot.done,
         closed=worker.slot.closed,
         newest=worker.newest,
         newest_epoch=worker.newest_epoch,

@@ -12,6 +12,7 @@ from ..protocol.messages import (
     MAX_WORDS,
     Failure,
     Grant,
+    ReadDone,
     Reading,
     Source,
     TicketFailure,
@@ -39,6 +40,9 @@ class ReadSlot:
     is_stopping: bool = False
     is_barred: bool = False  # true once the shell has confirmed, during the stop, that it writes nothing
     closed: Ticket = Ticket(0)
+    began_at: float = 0.0  # when the open read began to bring something
+    is_verified: bool = True  # what it brings
+    done: ReadDone | None = None  # the last read that has brought its version to the end
     trust_until: float = -inf
     root: Digest = Digest("")  # of the content that is being read
     epoch: Number = Number(0)  # the same
@@ -103,7 +107,7 @@ class ReadSlot:
             *(grant.ticket, sources, grant.version, grant.to_host), shares=grant.shares, is_across=grant.is_across
         )
         self.is_stopping, self.is_barred, self.root, self.epoch = False, False, grant.root, grant.epoch
-        self.is_opening, self.is_opened = is_only_opened, False
+        self.is_opening, self.is_opened, self.is_verified = is_only_opened, False, True
         self.effects += [Trust(self.trust_until), OpenRead(grant) if is_only_opened else StartRead(grant)]
 
     def note_opened(self, ticket: Ticket, root: Digest) -> Reading | None:
@@ -163,6 +167,7 @@ class ReadSlot:
         if self.reading is not None and self.reading.ticket == event.ticket:
             words = {name: shortened(getattr(event, name), MAX_WORDS) for name in ("transport", "path", "why")}
             rate, arrived = event.rate_bytes_per_s, event.arrived_bytes
+            self.is_verified = event.is_verified
             self.reading = replace(self.reading, rate_bytes_per_s=rate, arrived_bytes=arrived, **words)
 
     def ended(self, ticket: Ticket) -> tuple[Reading, bool]:
@@ -177,6 +182,11 @@ class ReadSlot:
         if self.grant is not None and self.grant.ticket <= ticket:
             self.grant = None
         return reading, by_itself
+
+    def note_done(self, reading: Reading, now: float) -> None:
+        """The read has brought its version to the end."""
+        seconds, how = max(0.0, now - self.began_at), (reading.transport, reading.path, self.is_verified)
+        self.done = ReadDone(reading.ticket, reading.arrived_bytes, seconds, *how)
 
     def forget_failures(self) -> None:
         """The call is over in which they were met."""

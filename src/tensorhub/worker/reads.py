@@ -221,6 +221,8 @@ def ended(worker: WorkerState, event: events.ReadEnded) -> None:
     if event.complete:
         touched(worker, event.ticket)  # a version of no bytes has touched none
     reading, by_itself = worker.slot.ended(event.ticket)
+    if event.complete:
+        worker.slot.note_done(reading, worker.now)
     worker.is_urgent = True  # another worker may wait for that
     if event.complete and reading.shares:
         worker.copies.shared(reading.version, worker.slot.root, worker.slot.epoch)
@@ -288,6 +290,7 @@ def _go_on(worker: WorkerState) -> None:
     """Read what was opened, if that may be written now."""
     slot, reading = worker.slot, worker.reading
     assert reading is not None
+    slot.began_at = worker.now
     if reading.to_host:
         slot.go_on()
         worker.copies.begun(reading.version, slot.root, slot.epoch)
@@ -310,6 +313,7 @@ def _begin(worker: WorkerState) -> None:
         return  # it was opened before, at another source: it is read once the buffer is free
     may_read = grant.to_host or is_filling or (is_opened and isinstance(buffer, Vacated))
     slot.start(worker.copies.layout, is_only_opened=grant.is_across or not may_read)
+    slot.began_at = worker.now
     if not slot.is_opening:
         if grant.shares:
             worker.copies.begun_to_share()

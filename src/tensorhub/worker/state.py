@@ -153,6 +153,7 @@ class Call:
     metadata: Digest = Digest("")  # of a publish
     grid: Digest = Digest("")  # the same
     former: Digest = Digest("")  # the same
+    hash_s: float = 0.0  # the same
     epoch: Number = Number(0)  # of what it was resolved to, if it is a publish; of a claim: of the writer's lease
     floor: Version | None = None  # of an update: what was held when the caller called
 
@@ -218,6 +219,7 @@ class Call:
             self.floor,
             self.former,
             self.epoch,
+            self.hash_s,
         )
 
 
