@@ -374,7 +374,7 @@ class DataPlane:
         if is_complete and self.incoming is reading.content:  # there was no byte to write: it is there all the same
             self.touched(reading.grant.ticket, reading.grant, reading.content)
         if is_complete and reading.way is not None and reading.meter is not None:
-            self._tell_measured(reading, reading.way, reading.meter.average())
+            self._tell_measured(reading, reading.way, reading.meter.look())
         self.tell(ReadEnded(reading.grant.ticket, is_complete, failure))
 
     def _share(self, reading: OpenRead) -> None:

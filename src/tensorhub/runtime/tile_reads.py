@@ -357,7 +357,7 @@ class TileReading:
         if self._ending.complete and not self._touch.is_touched:  # there was no byte to write: it is there all the same
             self._touched()
         if self._ending.complete:
-            self._tell_measured()
+            self._tell_measured(is_over=True)
         self.let_go()
         self._tell_progress()
         self.plane.forget(self.ticket)
@@ -418,8 +418,9 @@ class TileReading:
         if self.state is State.READING:
             self._tell_measured()
 
-    def _tell_measured(self) -> None:
-        found = [(one.way, one.meter.look()) for one in self.sources if one.meter is not None and one.read is not None]
+    def _tell_measured(self, *, is_over: bool = False) -> None:
+        known = [one for one in self.sources if one.read is not None or is_over]
+        found = [(one.way, one.meter.look()) for one in known if one.meter is not None]
         if not found:
             return
         way, first = found[0]
