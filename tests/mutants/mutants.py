@@ -791,6 +791,11 @@ MUTANTS = (
         "    return not member.hello.reliable, not _gets_it",
     ),
     Mutant(
+        "a publisher takes over the established version of a closing worker",
+        "    if not _is_to_be_kept(model, member, record.version):\n        return False\n    if _has_it_to_stay",
+        "    if _has_it_to_stay",
+    ),
+    Mutant(
         "workers of another layout never take over a closing worker's version",
         "    for layout_set in model.layout_sets if layouts.is_readable(record, key) else ():\n        found = _heirs_in",
         "    for layout_set in ():\n        found = _heirs_in",
