@@ -102,6 +102,10 @@ def test_pages_show_an_update_by_the_metrics_of_the_table(server, first_port):
     assert central.of("tensorhub_version_lag", replica="rollout-0") == 0
     assert central.of("tensorhub_version_lag", replica="trainer") is None, "the writer lags behind nothing"
     assert central.of("tensorhub_workers", model="policy", state="holding") == 2
+    assert central.of("tensorhub_read_bytes_total", transport="local", cross_site="no") == 2 * size_bytes
+    assert central.of("tensorhub_read_seconds_count", transport="local") == 2
+    assert central.of("tensorhub_publish_hash_seconds_count") == 3
+    assert central.of("tensorhub_published_bytes_total", model="policy") == 3 * size_bytes
     known = {metric.name for metric in METRICS}
     shown = {family.name for page in (central, own) for family in page.families}
     assert {name for name in shown if not name.startswith("process_")} <= known
@@ -228,3 +232,18 @@ def test_files_name_metrics_that_exist(file):
     }
     named = set(re.findall(r"\btensorhub_[a-z_]+\b", file.read_text(encoding="utf-8")))
     assert named - known - {"tensorhub_worker_"} == set()
+
+
+def test_the_board_is_one_that_grafana_reads():
+    board = json.loads((ROOT / "deploy/grafana/tensorhub.json").read_text(encoding="utf-8"))
+    panels = board["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    assert "agent_tx_bytes_total" in json.dumps(panels), "NIXL is on the same board"
+    taken = set()
+    for panel in panels:
+        at = panel["gridPos"]
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert at["x"] + at["w"] <= 24
+        assert not cells & taken, f"{panel['title']} lies on another panel"
+        taken |= cells
+        assert panel["type"] == "row" or all(target["expr"] for target in panel["targets"])

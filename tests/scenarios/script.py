@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Callable
 from math import prod
 
+from tensorhub.protocol.events import ReadMoved
 from tensorhub.protocol.manifest import Layout, TensorSpec, contiguous_strides, item_bytes
 from tensorhub.protocol.messages import PROTOCOL, Failure, Hello
 from tensorhub.protocol.names import Digest, ModelName, ReplicaName, Shard, Version
@@ -406,7 +407,8 @@ def _events(stage: Stage, _: list[str]) -> None:
     told = stage.server.state.events
     while told:
         event = told.popleft()
-        stage.say(f"{event.__struct_config__.tag}: {event.text}")
+        cause = f" ({event.cause})" if isinstance(event, ReadMoved) else ""
+        stage.say(f"{event.__struct_config__.tag}{cause}: {event.text}")
 
 
 COMMANDS: dict[str, Callable[[Stage, list[str]], None]] = {

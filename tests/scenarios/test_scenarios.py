@@ -53,6 +53,20 @@ def test_nobody_waits_for_heirs_who_would_have_to_read_more_shards_than_are_read
     assert "fetch 7" not in said
 
 
+@pytest.mark.parametrize(
+    ("scenario", "cause"),
+    [
+        ("slow-source-stands-still", "slow"),
+        ("g6-leave-together", "withdrawn"),
+        ("changed-in-place", "failed"),
+        ("g10-seed-cannot-begin", "far"),
+    ],
+)
+def test_the_event_of_a_read_that_moves_has_its_cause(scenario: str, cause: str) -> None:
+    text = (HERE / f"{scenario}.txt").read_text(encoding="utf-8")
+    assert f"read_moved ({cause})" in run_script(f"{text}events\n")
+
+
 def test_every_promise_has_a_scenario() -> None:
     titles = " ".join(file.read_text(encoding="utf-8").splitlines()[0] for file in FILES)
     assert [promise for promise in PROMISES if f"({promise})" not in titles] == []

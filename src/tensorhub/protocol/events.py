@@ -7,6 +7,8 @@ The server's log has a line for each. `tensorhub events`, `View.events()` and `G
 `model`, `replica` and `shard` name the worker; they are empty where an event has none.
 """
 
+from typing import Literal
+
 import msgspec
 
 MAX_EVENTS = 10_000  # the newest that a server keeps: some 5 MB
@@ -140,6 +142,9 @@ class ReadFinished(_Event, frozen=True, kw_only=True, tag="read_finished"):
         return f"{self.worker} read version {self.version}{place} from {self.source}{way}: {figures}, {checked}"
 
 
+Cause = Literal["failed", "slow", "withdrawn", "far"]  # its read; the source; that does not serve it; in another site
+
+
 class ReadMoved(_Event, frozen=True, kw_only=True, tag="read_moved"):
     """A reader goes on at another source, or begins again at the same one. It keeps the chunks that it has."""
 
@@ -147,6 +152,7 @@ class ReadMoved(_Event, frozen=True, kw_only=True, tag="read_moved"):
     source: str  # the new one: its replica
     former: str  # the one that it has left
     why: str = ""  # why it has left that
+    cause: Cause = "failed"
     to_host: bool = False
 
     @property

@@ -24,9 +24,11 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Literal, cast
 from weakref import WeakKeyDictionary
 
+from ..protocol import events
 from ..protocol.errors import HostMemoryFull
 from ..protocol.messages import PROTOCOL, Filling, Holding, Vacated, Withdrawing
 from ..protocol.names import Version
+from ..transport.base import PREFERENCE
 from .config import MAX_PORT, Options
 from .loops import in_thread
 
@@ -105,14 +107,22 @@ REPORTS = _counter("tensorhub_reports", "reports of workers that were handled")
 REFUSALS = _counter("tensorhub_refusals", "workers that were refused, and questions without the right token")
 WORKERS = _gauge("tensorhub_workers", "workers that live, by state of their buffer", "model", "state")
 SESSIONS = _counter("tensorhub_sessions", "sessions begun: workers that joined, or were back after their lease")
+LEASES_LOST = _counter("tensorhub_leases_lost", "sessions that ended without a word of their workers")
 NEWEST = _gauge("tensorhub_newest_version", "the newest version that was ever published", "model")
 LATEST = _gauge("tensorhub_latest_version", "the newest version that is not lost: what `latest` means", "model")
 LAG = _gauge("tensorhub_version_lag", "versions newer than what it holds or fills", "model", "replica")
 LAG_LEFT_OUT = _gauge("tensorhub_version_lag_left_out", f"replicas beyond the {MAX_SERIES:_} that lag most")
 VERSIONS_LOST = _counter("tensorhub_versions_lost", "versions that no worker holds any more", "model")
+PUBLISHED = _counter("tensorhub_published_bytes", "bytes of versions that were published", "model")
+PUBLISH_HASH = _histogram("tensorhub_publish_hash_seconds", "hashing of a publish, of the shard that took longest")
 OPEN_READS = _gauge("tensorhub_open_reads", "reads that are granted now")
 GRANTS = _counter("tensorhub_grants", "reads that were granted")
-READS_MOVED = _counter("tensorhub_reads_moved", "reads moved from a slow source")
+FINISHED = _histogram("tensorhub_read_seconds", "reads that brought a version to its end", "transport")
+FINISHED_RATE = _histogram("tensorhub_read_bytes_per_second", "rate of one of them", "transport", buckets=RATES)
+FINISHED_BYTES = _counter("tensorhub_read_bytes", "bytes that came by them", "transport", "cross_site")
+READS_MOVED = _counter("tensorhub_reads_moved", "reads that went on at another source, by cause", "cause")
+OFFLOADS = _counter("tensorhub_offloaded_bytes", "bytes copied to host memory, because a version must be kept")
+STALLS = _histogram("tensorhub_stall_seconds", "how long a call stood still, of calls that did so for 2 s")
 READ_FAILURES = _counter("tensorhub_read_failures", "reads that failed and were tried again, by code", "code")
 CALLS = _gauge("tensorhub_calls", "calls that have not ended", "model", "verb")
 LONGEST_CALL = _gauge("tensorhub_longest_call_seconds", "how long the longest of them has waited", "model", "verb")
@@ -279,7 +289,6 @@ _COUNTED = {  # counters of the machine
     "reports": REPORTS,
     "sessions": SESSIONS,
     "grants": GRANTS,
-    "moved": READS_MOVED,
     "pauses": PAUSES,
 }
 
@@ -289,19 +298,47 @@ WATCHED = ("corrupt-transfer", "source-lost")  # 0 from the beginning: an increa
 def server_record() -> Record:
     """For a server that has counted nothing yet."""
     record = Record()
-    record.add(REFUSALS, 0)
+    for metric in (REFUSALS, LEASES_LOST, OFFLOADS):
+        record.add(metric, 0)
     return record
+
+
+def note(record: Record, event: events.Event) -> None:
+    """Counts what has happened."""
+    match event:
+        case events.Died() if event.seen != "replaced":
+            record.add(LEASES_LOST, 1)
+        case events.Published():
+            record.add(PUBLISHED, event.size_bytes, event.model)
+            record.observe(PUBLISH_HASH, event.hash_s)
+        case events.Lost():
+            record.add(VERSIONS_LOST, 1, event.model)
+        case events.ReadFinished():
+            transport = event.transport if event.transport in PREFERENCE else OTHERS
+            record.observe(FINISHED, event.seconds, transport)
+            record.observe(FINISHED_RATE, event.rate_bytes_per_s, transport)
+            record.add(FINISHED_BYTES, event.size_bytes, transport, "yes" if event.is_cross_site else "no")
+        case events.ReadMoved():
+            record.add(READS_MOVED, 1, event.cause)
+        case events.Offloaded():
+            record.add(OFFLOADS, event.size_bytes)
+        case events.Stalled() if event.is_over:
+            record.observe(STALLS, event.waited_s)
+        case _:
+            pass
 
 
 def server_sheet(machine: "Server", record: Record) -> Sheet:
     """Everything that a server knows now. 2,000 workers take it some milliseconds."""
     sheet, state = Sheet(), machine.state
+    for name in state.models:
+        record.add(VERSIONS_LOST, 0, name)
     sheet.take(record)
     sheet.set(RECOVERING, max(0.0, state.recovered_at - state.now) if state.is_recovering else 0.0)
     sheet.set(CONNECTIONS, len(state.hellos))
     sheet.set(OPEN_READS, len(state.reads.all()))
-    for name, metric in _COUNTED.items():
-        sheet.set(metric, state.counters[name])
+    for counter, metric in _COUNTED.items():
+        sheet.set(metric, state.counters[counter])
     for code in {**dict.fromkeys(WATCHED), **state.failed_reads}:
         sheet.set(READ_FAILURES, state.failed_reads[code], code)
     for model in state.models.values():

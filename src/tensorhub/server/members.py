@@ -9,7 +9,7 @@ from typing import NamedTuple, TypedDict, TypeVar
 
 import msgspec
 
-from ..protocol.events import Stalled
+from ..protocol.events import Cause, Stalled
 from ..protocol.messages import (
     Answer,
     Buffer,
@@ -352,6 +352,7 @@ class LeftRead(NamedTuple):
     to_host: bool
     sources: tuple[Source, ...]
     why: str
+    cause: Cause
 
 
 def replicas_of(sources: Collection[Source]) -> str:

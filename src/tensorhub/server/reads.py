@@ -200,7 +200,7 @@ def instead_of(
         return False
     if not slow.is_paused(state, read):  # one that does something else was not slow
         slow.avoid(state, read)
-    state.take_back(read, "it is too slow, and workers of another layout are not")
+    state.take_back(read, "it is too slow, and workers of another layout are not", "slow")
     return _give_across(state, record, member, choice, to_host=read.grant.to_host, moves=read.moves + 1)
 
 
@@ -224,10 +224,10 @@ def keep_up(state: State, model: Model, record: VersionRecord, member: Member, r
     if choice is not None:
         if _is_still(state, read):
             slow.avoid(state, read)
-        state.take_back(read, why.removeprefix("; "))
+        state.take_back(read, why.removeprefix("; "), "slow" if is_served else "withdrawn")
         _give_across(state, record, member, choice, to_host=read.grant.to_host, why=why, moves=read.moves + 1)
     elif not is_served or (is_without_bytes and _is_had_in_its_layout(state, model, record, member)):
-        state.take_back(read, why.removeprefix("; "))
+        state.take_back(read, why.removeprefix("; "), "slow" if is_served else "withdrawn")
         _grant(state, model, record, member, to_host=read.grant.to_host)
 
 

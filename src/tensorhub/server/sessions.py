@@ -287,7 +287,7 @@ def _count_failure(state: State, reader: Member, failure: TicketFailure, reads: 
     read = next((read for read in reads if read.ticket == failure.ticket), None)
     if read is not None and not read.is_void:
         why = shortened(failure.message, MAX_WORDS)
-        reader.left_read = LeftRead(read.version, read.grant.to_host, read.sources, why)
+        reader.left_read = LeftRead(read.version, read.grant.to_host, read.sources, why, "failed")
     record = state.models[reader.hello.model].versions.get(read.version) if read is not None else None
     is_for_good = failure.code == "transfer" or (  # it cannot show all tiles
         failure.code == "corrupt-transfer"

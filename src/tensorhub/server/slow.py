@@ -272,7 +272,7 @@ def move(state: State, model: Model, record: VersionRecord, reader: Member, read
         avoid(state, read)
     best, reason = choice
     why = slow.why.removeprefix("; ").removeprefix(f"left {read.source.replica}: ")
-    state.take_back(read, why or "it is in another site")
+    state.take_back(read, why or "it is in another site", "slow" if why else "far")
     state.give(
         *(reader, record, [best.place], reason + slow.why),
         to_host=read.grant.to_host,

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from ..protocol.events import MAX_EVENTS, Event, ReadMoved, Warned
+from ..protocol.events import MAX_EVENTS, Cause, Event, ReadMoved, Warned
 from ..protocol.messages import (
     Buffer,
     Filling,
@@ -232,15 +232,17 @@ class State:
                 source=replicas_of(read.sources),
                 former=replicas_of(left.sources),
                 why=left.why,
+                cause=left.cause,
                 to_host=left.to_host,
             )
             self.events.append(moved)
 
-    def take_back(self, read: OpenRead, why: str = "") -> None:
+    def take_back(self, read: OpenRead, why: str = "", cause: Cause = "withdrawn") -> None:
         """The read is void: its reader gets another source, for that reason, or none."""
         reader = self.members.get(read.reader)
         if reader is not None:
-            reader.left_read = LeftRead(read.version, read.grant.to_host, read.sources, why) if why else None
+            left = LeftRead(read.version, read.grant.to_host, read.sources, why, cause)
+            reader.left_read = left if why else None
         self.reads.take_back(read)
         self.mark_dirty(read.reader)
         self.mark_readers_dirty(read.reader)
