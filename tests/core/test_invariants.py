@@ -108,7 +108,7 @@ def cluster() -> Server:
 
 
 def read(ticket: int, reader: WorkerId, source: WorkerId, *, is_void: bool = False, version: int = 1) -> OpenRead:
-    return OpenRead(grant(ticket, source=source, version=version), reader, LayoutKey(1, Shard(0)), is_void)
+    return OpenRead(grant(ticket, source=source, version=version), reader, LayoutKey(1, Shard(0)), 0.0, is_void)
 
 
 def _two_at_once(server: Server) -> None:

@@ -29,6 +29,9 @@ class Transfer(msgspec.Struct, frozen=True):
     path: str = ""
     why: str = ""
     rate_bytes_per_s: int = 0  # over the target's last second or so
+    since_s: float = 0.0  # since it was granted
+    still_s: float = 0.0  # since the last bytes came, or since it was granted
+    waiting_for: str = ""  # why nothing comes; empty while bytes come
 
 
 class WorkerView(msgspec.Struct, frozen=True):
@@ -54,6 +57,10 @@ class WorkerView(msgspec.Struct, frozen=True):
     copies_left: int = 0  # that its limit on host memory still allows
     pins: tuple[int, ...] = ()
     is_writer: bool = False  # its replica is the one that may publish
+    heard_s: float = 0.0  # since its last report
+    is_silent: bool = False  # two reports are overdue: its process or its host may be stopped
+    waiting_for: str = ""  # why its part of the replica's call, or its close(), is not done
+    waits_s: float = 0.0  # since that call, or close(), began; 0: it is in none
 
 
 class CallView(msgspec.Struct, frozen=True):
@@ -65,6 +72,7 @@ class CallView(msgspec.Struct, frozen=True):
     version: int | None
     state: str  # "waiting", "running", "finished", "failed"
     waiting_for: str = ""
+    since_s: float = 0.0  # since its first shard called
 
 
 class ReplicaView(msgspec.Struct, frozen=True):
@@ -90,6 +98,7 @@ class VersionView(msgspec.Struct, frozen=True):
     is_established: bool = False  # each shard has been whole outside the replica that published it
     is_retained: bool = False  # among the newest to be kept, or pinned
     cross_site_bytes: dict[str, int] = {}  # by site: what came into it from other sites, as this server has heard
+    age_s: float | None = None  # since its publish ended; None: that was before this server started
 
 
 class ModelView(msgspec.Struct, frozen=True):

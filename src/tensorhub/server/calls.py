@@ -221,6 +221,7 @@ def _finish(state: State, model: Model, replica: Replica, call: GroupCall) -> No
     if call.verb == "publish" and call.version is not None:
         record = model.record(call.version)
         if model.note_exists(record):
+            record.exists_since = state.now
             state.mark_waiting_dirty(model, NEWS)
             state.events.append(_published(state, model, replica, record))
             state.journal.append(Published(model.name, record.version, record.epoch, replica.name))

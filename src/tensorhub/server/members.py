@@ -80,6 +80,7 @@ class Pace:
     moved_at: float = -inf  # when it last moved on, or began
     told_at: float = -inf  # when its reader last reported
     waited_at: float = -inf  # when its source last had nothing more for it
+    came_at: float = -inf  # when bytes came last, whatever its source had for it
     done: int = 0
     arrived_bytes: int = 0
     rate: float | None = None  # bytes/s over the last few seconds, the most that it may be; None: not known yet
@@ -109,6 +110,7 @@ class Pace:
         part_bytes = max(MIN_PART_BYTES if not chunk_bytes else 1, chunk_bytes // PARTS)
         if done > self.done or arrived_bytes >= self._part_bytes + part_bytes:
             self.moved_at, self._part_bytes = now, arrived_bytes
+            self.came_at = now
         self.done, self.told_at = done, now
         marks = self._marks
         marks.append((now, arrived_bytes))
@@ -320,6 +322,7 @@ class OpenRead:
     grant: Grant
     reader: WorkerId
     layout_key: LayoutKey  # of its reader
+    given_at: float  # when it was granted, or heard of
     is_void: bool = False
     began_at: float = inf  # when it could bring something
     pace: Pace = field(default_factory=Pace)

@@ -239,7 +239,7 @@ def take_reads(state: State, member: Member, before: Report) -> None:
         behind = state.reads.readers_behind(worker, reading.version)
         is_behind = any(each.worker in behind for each in reading.sources)
         is_void = is_behind or state.reads.current.get(worker) is not None
-        state.open_read(OpenRead(grant, worker, member.layout_key, is_void, shares=reading.shares))
+        state.open_read(OpenRead(grant, worker, member.layout_key, state.now, is_void, shares=reading.shares))
     _note_sharing(state, member)
     slow.note(state, member)
     note_call(member)

@@ -139,7 +139,7 @@ def is_cut_off(state: State, read: OpenRead) -> bool:
             return True
         if is_paused(state, above):
             return is_still(state, above)
-        if not (is_still(state, above) or _waits(state, above)):
+        if not (is_still(state, above) or waits_for_source(state, above)):
             return False
         above = feed_of(state, above)
     return False
@@ -167,7 +167,7 @@ def note(state: State, reader: Member) -> None:
         read.pace.wait(state.now)
     if not read.pace.rate:
         return
-    if not _waits(state, read) and (feed is None or _by_itself(state, record, feed) is None):
+    if not waits_for_source(state, read) and (feed is None or _by_itself(state, record, feed) is None):
         record.note_rate(tier_of(state, read), reader.worker, read.pace.rate, MAX_READERS)
     if source.avoided.times and why_slow(state, record, read) is None:
         source.avoided = Avoided()
@@ -177,7 +177,9 @@ def note_end(state: State, record: VersionRecord, reader: Member, read: OpenRead
     """The read is over. If it has brought all of the version, its rate is a usual one."""
     is_whole = reader.has_whole_copy(read.version) if read.grant.to_host else reader.holds(read.version)
     took_s = state.now - read.began_at
-    is_all_its_own = is_whole and not (read.is_void or read.is_across or read.pace.first or _waits(state, read))
+    is_all_its_own = is_whole and not (
+        read.is_void or read.is_across or read.pace.first or waits_for_source(state, read)
+    )
     if is_all_its_own and read.source in state.members and took_s > 0:
         record.note_rate(tier_of(state, read), reader.worker, reader.report.size_bytes / took_s, MAX_READERS)
 
@@ -196,7 +198,7 @@ def _by_itself(state: State, record: VersionRecord, read: OpenRead) -> Slow | No
     pace, name = read.pace, read.source.replica
     if is_still(state, read):
         return Slow(f"; left {name}: nothing came for {state.now - pace.moved_at:.1f} s", is_own=True, is_still=True)
-    if pace.rate is None or read.is_across or _waits(state, read):
+    if pace.rate is None or read.is_across or waits_for_source(state, read):
         return None
     usual = upper_quartile(record.rates.get(tier_of(state, read), {}).values())
     if usual is None or pace.rate * TIMES >= usual:
@@ -209,7 +211,7 @@ def _by_itself(state: State, record: VersionRecord, read: OpenRead) -> Slow | No
 
 def _by_its_source(state: State, record: VersionRecord, read: OpenRead) -> Slow | None:
     """It waits for its source, whose read is stuck."""
-    feed = feed_of(state, read) if _waits(state, read) else None
+    feed = feed_of(state, read) if waits_for_source(state, read) else None
     if feed is None:
         return None
     if cannot_begin(state, feed):
@@ -246,7 +248,8 @@ def _goes_near(state: State, read: OpenRead) -> Slow | None:
     return Slow("", is_fault=False, goes="near")
 
 
-def _waits(state: State, read: OpenRead) -> bool:
+def waits_for_source(state: State, read: OpenRead) -> bool:
+    """Its source had nothing more for it lately."""
     return state.now < read.pace.waited_at + window_s(state)
 
 

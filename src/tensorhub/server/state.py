@@ -213,7 +213,7 @@ class State:
             shares=shares,
             is_across=bool(across),
         )
-        read = OpenRead(grant, reader.worker, reader.layout_key, began_at=self.now)
+        read = OpenRead(grant, reader.worker, reader.layout_key, self.now, began_at=self.now)
         read.shares, read.moves, read.left = shares, moves, left
         self._note_move(reader, read)
         model = self.models[reader.hello.model]

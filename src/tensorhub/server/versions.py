@@ -34,6 +34,7 @@ class VersionRecord:
 
     version: Version
     exists: bool = False  # its publish has ended well on all shards
+    exists_since: float | None = None  # in time awake; None: a server before this one has seen it
     epoch: Number = Number(0)  # the number of that publish, or of the latest one that is under way
     publisher: ReplicaName | None = None  # the replica that has published it, if that is known
     is_publishing: bool = False  # that goes on
