@@ -10,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -135,6 +136,9 @@ def test_serve_and_look(address: str) -> None:
     status, out, _ = run("watch", "--server", address, "--every", "0.1", "--times", "2")
     assert status == 0
     assert out.count("reference server") == 2
+    status, out, _ = run("watch", "--server", address, "--every", "0.1", "--times", "2", "--json")
+    assert status == 0
+    assert [json.loads(line)["models"] for line in out.splitlines()] == [[], []]
     with Path("/dev/full").open("wb") as full:
         status, err = run_into(full, "status", "--json", "--server", address)
         assert (status, err) == (1, "error: cannot write to standard output: No space left on device\n")
@@ -150,6 +154,8 @@ def test_a_model_that_is_not_there_is_said_and_those_that_are(address: str) -> N
         status, out, _ = run("status", "--server", address, "--model", "policy")
         assert status == 0
         assert "draft" not in out
+        status, out, _ = run("status", "--server", address, "--replica", "[bc]", "--json")
+        assert (status, [each["replicas"] for each in json.loads(out)["models"]]) == (0, [[], []])
 
 
 AS_BY_DEFAULT = """
@@ -201,6 +207,18 @@ def test_a_signal_that_ends_watch_leaves_the_terminal_as_it_was(address: str) ->
         program.send_signal(signal.SIGHUP)
         assert heard(terminal).endswith(SHOW_CURSOR + b"\x1b[?1049l"), "the screen is that of before"
         assert program.wait(timeout=20) == 128 + signal.SIGHUP
+
+
+@pytest.mark.processes
+def test_q_ends_watch_and_keys_are_typed_again(address: str) -> None:
+    with on_a_terminal("watch", "--server", address, "--every", "60") as (program, terminal):
+        heard(terminal, until=b"No model yet")
+        before = termios.tcgetattr(terminal)[3]
+        assert not before & termios.ICANON, "a key counts without Return"
+        os.write(terminal, b"q")
+        assert heard(terminal, until=b"\x1b[?1049l").endswith(SHOW_CURSOR + b"\x1b[?1049l")
+        assert program.wait(timeout=20) == 0
+        assert termios.tcgetattr(terminal)[3] & termios.ICANON
 
 
 @pytest.mark.processes

@@ -11,6 +11,7 @@ from tensorhub.protocol.messages import (
     Filling,
     Holding,
     HostCopy,
+    Poisoned,
     Reading,
     Source,
     TicketFailure,
@@ -169,6 +170,7 @@ def test_a_worker_that_closes_says_what_it_waits_for_and_since_when() -> None:
     [
         ("publish", Empty(), "it has yet to report that its publish is done"),
         ("unpublish", HELD, "it has yet to report that its unpublish is done"),
+        ("unpublish", Poisoned(SEVEN), "it has yet to report that its unpublish is done"),
     ],
 )
 def test_a_shard_that_does_not_report_the_end_of_a_call_is_named(verb: str, buffer: Any, says: str) -> None:

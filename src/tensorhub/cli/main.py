@@ -33,6 +33,16 @@ TokenFileOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", metavar=NO_TYPE, help="As JSON, for programs.")]
 ModelOption = Annotated[str, typer.Option("--model", help="Only this model.", show_default=False)]
+ReplicaOption = Annotated[
+    str,
+    typer.Option("--replica", help="Only replicas of that name; * and ? stand for any letters.", show_default=False),
+]
+FilterOption = Annotated[
+    str,
+    typer.Option(
+        "--filter", help="Only replicas with that word in their name, state, host, site or reasons.", show_default=False
+    ),
+]
 
 
 def _token_in(path: str) -> str:
@@ -136,17 +146,20 @@ def status(
     server: ServerOption = DEFAULT_SERVER,
     token_file: TokenFileOption = "",
     model: ModelOption = "",
+    replica: ReplicaOption = "",
+    word: FilterOption = "",
+    all_: Annotated[bool, typer.Option("--all", metavar=NO_TYPE, help="All replicas, however many lines.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show models, versions, replicas, shards, and from which source each reader reads, with the reason."""
+    """Show who holds which version, who is behind, and what each waits for: one screen, the slowest first."""
     from rich.console import Console
 
     from .. import connect
     from ..protocol.errors import VersionUnavailable
-    from .status import draw_status, status_json
+    from .status import SCREEN_LINES, draw_status, only, print_lines, status_json
 
     view = connect(server, token=_token_in(token_file), timeout=PATIENCE_S)
-    found = view.status(model=model)
+    found = only(view.status(model=model), replica=replica, word=word)
     if as_json:
         typer.echo(status_json(found))
         return
@@ -154,7 +167,8 @@ def status(
         hint = f"there are: {', '.join(view.models()) or 'none yet'}"
         raise VersionUnavailable(f"{server} knows no model {model!r}", hint=hint)
     console = Console()
-    console.print(draw_status(found, server=server, width=console.width))
+    most = None if all_ else SCREEN_LINES
+    print_lines(console, draw_status(found, server=server, width=console.width, most_lines=most))
 
 
 @app.command()
@@ -162,22 +176,29 @@ def watch(
     server: ServerOption = DEFAULT_SERVER,
     token_file: TokenFileOption = "",
     model: ModelOption = "",
+    replica: ReplicaOption = "",
+    word: FilterOption = "",
     every: Annotated[float, between(0.1, 86_400, help="Seconds between two looks.")] = 0.5,
-    times: Annotated[int | None, typer.Option(help="How many looks.", min=1, show_default="until Ctrl-C")] = None,
+    times: Annotated[int | None, typer.Option(help="How many looks.", min=1, show_default="until q")] = None,
+    as_json: Annotated[bool, typer.Option("--json", metavar=NO_TYPE, help="A line of JSON for each look.")] = False,
 ) -> None:
-    """Show the status live, with progress bars and rates."""
+    """Show the status live. Arrows, PgUp and PgDn scroll; q ends it."""
     from contextlib import suppress
 
     from rich.console import Console
 
     from .. import connect
-    from .status import Watcher
-    from .status import watch as watch_with
+    from .status import only
+    from .watch import Watcher, watch_json
+    from .watch import watch as watch_with
 
     with suppress(KeyboardInterrupt):
         view = connect(server, token=_token_in(token_file), timeout=PATIENCE_S)
-        watcher = Watcher(server, lambda: view.status(model=model), model=model)
-        watch_with(watcher, Console(), every_s=every, times=times)
+        watcher = Watcher(server, lambda: only(view.status(model=model), replica=replica, word=word), model=model)
+        if as_json:
+            watch_json(watcher, typer.echo, every_s=every, times=times)
+        else:
+            watch_with(watcher, Console(), every_s=every, times=times)
 
 
 @app.command()

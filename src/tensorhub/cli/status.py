@@ -1,98 +1,213 @@
-"""`tensorhub status` and `watch`: the server's status as tables for a terminal."""
+"""`tensorhub status` and `watch`: the server's status as one screen of a terminal of any width.
+
+Rules:
+- No line is longer than the terminal. Texts break between words, and never between a number and its unit.
+- Short facts stand in columns and never break. A longer text stands beside them where it fits in one line, else below.
+- The slowest replica comes first.
+"""
 
 import json
 import re
-import time
-from collections.abc import Callable, Collection, Sequence
+import sys
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from fnmatch import fnmatchcase
+from functools import cache
 from typing import NamedTuple, TypeVar, cast
 
 import msgspec
-from rich import box
+from msgspec.structs import replace as changed
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.live import Live
-from rich.padding import Padding
-from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.console import Console
 from rich.text import Text
 
-from ..protocol.errors import ServerUnreachable
-from ..protocol.status import CallView, ModelView, ReplicaView, Status, Transfer, WorkerView
+from ..protocol.status import CallView, ModelView, ReplicaView, Status, Transfer, VersionView, WorkerView
 from ..transport.base import scheme_of
-from .output import count_text, plain_text, shards_text, shown, size_text, some_text, time_text
+from .output import count_text, plain_text, shards_text, size_text, some_text, time_text
+
+T = TypeVar("T")
+SCREEN_LINES = 40  # that `status` takes without --all
+LEAST_LINES = 6  # for the replicas of each model, however many models there are
+LEAST_COLUMNS = 40
+LEAST_NAME_COLUMNS = 12
+NAME_COLUMNS = 32  # of a name in a text, and the least that a wide table gives to a name
+GAP_COLUMNS = 2  # before each column
+NAMES_COLUMNS = 60  # of several names in a text
+BESIDE_COLUMNS = 76  # that columns of little use leave to texts
+MAX_VERSIONS = 5
+MAX_COUNTS = 6
+BAR_COLUMNS = 10
+STILL_S = 2.0  # a read that brought nothing for less is none that stands still
+HOLDS = ("holding", "withdrawing", "vacated")
+UNIT_SPACE = re.compile(r"(?<=\d) (?=(?:B|[KMGTP]iB|s|min|h|d)\b)")
+NO_BREAK = "\ue000"  # stands for that space while lines are broken; no text has it, for `plain_text` escapes it
+
+STYLES = {"holding": "green", "filling": "cyan", "withdrawing": "yellow", "poisoned": "bold red", "empty": "dim"}
+
+
+# --- Which replicas are shown, and as which rows.
+
+
+def only(status: Status, *, replica: str = "", word: str = "") -> Status:
+    """The status with those replicas alone whose name matches the pattern `replica`, and that have the word anywhere.
+
+    `*` and `?` stand for any letters in the pattern. Versions stay as they are.
+    """
+    models, transfers = [], list[Transfer]()
+    for model in status.models:
+        reads = reads_of(status, model)
+        kept = [
+            each
+            for each in model.replicas
+            if (not replica or fnmatchcase(each.name, replica))
+            and (not word or word.casefold() in _words_of(each, reads.get(each.name, [])))
+        ]
+        models.append(changed(model, replicas=tuple(kept)))
+        transfers += [read for each in kept for read in reads.get(each.name, [])]
+    return changed(status, models=tuple(models), transfers=tuple(transfers))
+
+
+def _words_of(replica: ReplicaView, reads: Sequence[Transfer]) -> str:
+    call = replica.call
+    said = [replica.name, call.verb, call.state, call.waiting_for] if call is not None else [replica.name]
+    for worker in replica.workers:
+        said += [_state_of(worker), worker.host, worker.site, worker.waiting_for]
+    for read in reads:
+        said += [read.source, read.transport, read.reason, read.waiting_for]
+    return "\n".join(said).casefold()
+
+
+def reads_of(status: Status, model: ModelView) -> dict[str, list[Transfer]]:
+    """The reads of one model, by the replica that reads."""
+    found: dict[str, list[Transfer]] = {}
+    for transfer in status.transfers:
+        if transfer.model == model.name:
+            found.setdefault(transfer.target, []).append(transfer)
+    return found
+
+
+# --- The rows of a table: how far each is behind, and which one is the slowest.
+
+
+class Lag(NamedTuple):
+    """By how many versions a worker is behind, and for how long. `age_s` is None where the server cannot know it."""
+
+    versions: int = 0
+    age_s: float | None = None
+
+
+class Lags:
+    """How far the workers of one model are behind."""
+
+    def __init__(self, model: ModelView) -> None:
+        latest = model.latest if model.latest is not None else -1
+        found = (each for each in model.versions if each.is_complete and each.version <= latest)
+        self._newer = sorted(found, key=lambda each: each.version)
+        self._numbers = [each.version for each in self._newer]
+
+    def behind(self, version: int, *, has_it: bool = True) -> Lag:
+        """That of a worker that has this version, or is about to."""
+        at = bisect_left(self._numbers, version + has_it)
+        return Lag(len(self._numbers) - at, self._newer[at].age_s) if at < len(self._numbers) else Lag()
+
+    def of(self, worker: WorkerView) -> Lag:
+        """That of this worker; none for one that publishes, or has nothing."""
+        if worker.version is None or worker.is_writer:
+            return Lag()
+        return self.behind(worker.version, has_it=worker.state in HOLDS)
 
 
 @dataclass(frozen=True)
 class Row:
     """Shards of one replica that are in the same state. `worker` is None for shards that are missing."""
 
+    replica: ReplicaView
     shards: tuple[int, ...]
     worker: WorkerView | None
-    transfers: tuple[Transfer, ...] = ()
+    reads: tuple[Transfer, ...] = ()
+    lag: Lag = Lag()
+    is_first: bool = False  # of its replica
 
     @property
-    def is_plain(self) -> bool:
-        """Nothing about it needs a line of its own."""
-        return not self.transfers and (self.worker is None or self.worker.state != "filling")
+    def urgency(self) -> tuple[float, ...]:
+        """Orders rows: faults first, then waits, reads, and workers that are behind; of the same kind the slowest."""
+        worker, call, reads = self.worker, self.replica.call, self.reads
+        done = sum(read.done / read.chunks for read in reads if read.chunks)
+        slow = -self.lag.versions, -(self.lag.age_s or 0.0), done
+        if worker is None or worker.state == "poisoned" or _is_away(worker):
+            return (0, -worker.heard_s if worker is not None else 0.0, *slow)
+        if call is not None and call.state == "failed":
+            return (1, 0.0, *slow)
+        if worker.waiting_for or any(read.waiting_for for read in reads):
+            return (2, -max([worker.waits_s, *(read.still_s for read in reads)]), *slow)
+        if call is not None and call.state in ("waiting", "running"):
+            return (3, -call.since_s, *slow)
+        return (4 if reads or self.lag.versions else 5, 0.0, *slow)
 
 
-def rows_of(replica: ReplicaView, transfers: dict[tuple[str, int], list[Transfer]]) -> tuple[Row, ...]:
-    """The lines of one replica, in order of their first shard. `transfers`: by (target, shard), of its model."""
+def rows_of(model: ModelView, reads: dict[str, list[Transfer]], lags: Lags) -> list[Row]:
+    """The rows of all replicas of a model: the slowest replica first, and of that its slowest shards."""
+    groups = []
+    for replica in model.replicas:
+        rows = sorted(_rows_of(replica, reads.get(replica.name, ()), lags), key=lambda row: row.urgency)
+        if rows:
+            groups.append((rows[0].urgency, replica.name, [replace(rows[0], is_first=True), *rows[1:]]))
+    return [row for _, _, rows in sorted(groups, key=lambda group: group[:2]) for row in rows]
+
+
+def _rows_of(replica: ReplicaView, reads: Sequence[Transfer], lags: Lags) -> list[Row]:
     workers = {worker.shard: worker for worker in replica.workers}
-    rows: list[Row] = []
+    of_shard: dict[int, list[Transfer]] = {}
+    for read in reads:
+        of_shard.setdefault(read.shard, []).append(read)
+    rows: dict[tuple[object, ...], Row] = {}
     for shard in range(max(replica.shards, max(workers, default=-1) + 1)):
-        reads = tuple(transfers.get((replica.name, shard), ()))
-        row = Row((shard,), workers.get(shard), reads)
-        alike = next((n for n, other in enumerate(rows) if _are_alike(row, other)), None)
-        if alike is None:
-            rows.append(row)
+        worker, its = workers.get(shard), tuple(of_shard.get(shard, ()))
+        kind = _kind(worker, shard) if not its else (shard,)
+        former = rows.get(kind)
+        if former is None:
+            rows[kind] = Row(replica, (shard,), worker, its, lags.of(worker) if worker is not None else Lag())
         else:
-            rows[alike] = _together(rows[alike], row)
-    return tuple(rows)
+            both = _merged(former.worker, worker) if former.worker is not None and worker is not None else worker
+            rows[kind] = replace(former, shards=(*former.shards, shard), worker=both)
+    return list(rows.values())
 
 
-def transfers_of(status: Status, model: ModelView) -> dict[tuple[str, int], list[Transfer]]:
-    """The reads of one model, by (target, shard)."""
-    found: dict[tuple[str, int], list[Transfer]] = {}
-    for transfer in status.transfers:
-        if transfer.model == model.name:
-            found.setdefault((transfer.target, transfer.shard), []).append(transfer)
-    return found
+def _kind(worker: WorkerView | None, shard: int) -> tuple[object, ...]:
+    """Shards of one replica without a read that agree in this are one row."""
+    if worker is None:
+        return ("missing",)
+    if worker.state == "filling":
+        return (shard,)
+    waiting_for = "" if _is_away(worker) else worker.waiting_for
+    return worker.version, _state_of(worker), worker.connected, worker.reliable, worker.site, waiting_for
 
 
-def _are_alike(row: Row, other: Row) -> bool:
-    if not row.is_plain or not other.is_plain:
-        return False
-    a, b = row.worker, other.worker
-    if a is None or b is None:
-        return a is b
-    return all(getattr(a, name) == getattr(b, name) for name in ("state", "version", "connected", "reliable", "site"))
+def _merged(a: WorkerView, b: WorkerView) -> WorkerView:
+    """Two workers as one row: what adds up is added; of a lease the shorter one matters."""
+    return changed(
+        a,
+        size_bytes=a.size_bytes + b.size_bytes,
+        readers=a.readers + b.readers,
+        lease_left_s=min(a.lease_left_s, b.lease_left_s),
+        heard_s=max(a.heard_s, b.heard_s),
+        received_bytes=dict(Counter(a.received_bytes) + Counter(b.received_bytes)),
+        endpoints=a.endpoints + b.endpoints,
+        host=a.host if a.host == b.host else "",
+    )
 
 
-def _together(row: Row, more: Row) -> Row:
-    worker = row.worker
-    if worker is not None and more.worker is not None:
-        received = dict(worker.received_bytes)
-        for source, size_bytes in more.worker.received_bytes.items():
-            received[source] = received.get(source, 0) + size_bytes
-        worker = _merged(worker, more.worker, received)
-    return replace(row, shards=row.shards + more.shards, worker=worker)
+def _state_of(worker: WorkerView) -> str:
+    """The state of its buffer, as far as the server hears of it."""
+    if not worker.connected:
+        return "cut off"
+    return "silent" if worker.is_silent else worker.state
 
 
-def _merged(a: WorkerView, b: WorkerView, received: dict[str, int]) -> WorkerView:
-    """Two workers as one line: what adds up is added, and of a lease the shorter one matters."""
-    fields = {name: getattr(a, name) for name in a.__struct_fields__}
-    fields |= {
-        "size_bytes": a.size_bytes + b.size_bytes,
-        "readers": a.readers + b.readers,
-        "lease_left_s": min(a.lease_left_s, b.lease_left_s),
-        "received_bytes": received,
-        "endpoints": a.endpoints + b.endpoints,
-        "host": a.host if a.host == b.host else "",
-    }
-    return WorkerView(**fields)
+def _is_away(worker: WorkerView) -> bool:
+    return worker.is_silent or not worker.connected
 
 
 def bytes_done(transfer: Transfer) -> float:
@@ -100,31 +215,41 @@ def bytes_done(transfer: Transfer) -> float:
     return transfer.size_bytes * transfer.done / transfer.chunks if transfer.chunks else 0.0
 
 
-T = TypeVar("T")
-DOES = "does, and why"
-DOES_COLUMNS = 64  # a read's source, transport, bytes and rate
-GAP_COLUMNS = 2  # beside each cell
-MAX_NAMES = 6
-MAX_VERSIONS = 5
-BAR_COLUMNS = 14
-UNIT_SPACE = re.compile(r"(?<=\d) (?=(?:B|[KMGTP]iB|s|min|h|d)\b)")
-NO_BREAK = "\ue000"  # stands for that space while lines are broken; no text has it, for `plain_text` escapes it
-
-STYLES = {"holding": "green", "filling": "cyan", "withdrawing": "yellow", "poisoned": "bold red", "empty": "dim"}
+# --- The screen.
 
 
 def draw_status(
-    status: Status, *, server: str = "", model: str = "", width: int = 80, bars: bool = False
-) -> RenderableType:
-    """The whole picture, or that of one model. `bars` draws progress as bars."""
-    status = _plain(status)
-    parts: list[RenderableType] = [_Words(_heading(status, server))]
+    status: Status, *, server: str = "", model: str = "", width: int = 80, most_lines: int | None = None
+) -> Iterator[Text]:
+    """The lines of the screen, drawn one after another as they are asked for.
+
+    `model` is the one that was asked for. `most_lines`: replicas that do not fit are counted; without it all are shown.
+    """
+    width = max(width, LEAST_COLUMNS)
+    heading = list(_wrapped(_heading(status, server), width))
+    yield from heading
     if not status.models:
         what = f"No model {model!r} yet: a worker that opens it" if model else "No model yet: a worker that opens one"
-        parts.append(Text(f"\n{what} against this server appears here.", style="dim"))
+        yield Text("")
+        yield from _wrapped(Text(f"{plain_text(what)} against this server appears here.", style="dim"), width)
+    lags = {each.name: Lags(each) for each in status.models}
+    above = {each.name: list(_summary(each, lags[each.name], width)) for each in status.models}
+    waiting = sum(bool(each.replicas) for each in status.models)  # models whose replicas are not drawn yet
+    left = (most_lines or 0) - len(heading) - sum(1 + len(lines) for lines in above.values())
     for each in status.models:
-        parts += [Text(""), *_model(status, each, width, bars)]
-    return Group(*parts)
+        yield Text("")
+        yield from above[each.name]
+        if each.replicas:
+            most = None if most_lines is None else max(LEAST_LINES, left // waiting)
+            for line in _replicas(each, reads_of(status, each), lags[each.name], width, most):
+                left -= 1
+                yield line
+            waiting -= 1
+
+
+def status_json(status: Status, *, indent: int | None = 2) -> str:
+    """The status as JSON, for programs; in one line without `indent`."""
+    return json.dumps(msgspec.to_builtins(status), indent=indent)
 
 
 def _plain(value: T) -> T:
@@ -142,16 +267,12 @@ def _plain(value: T) -> T:
     return cast(T, found)
 
 
-def status_json(status: Status) -> str:
-    """The status as JSON, for programs."""
-    return json.dumps(msgspec.to_builtins(status), indent=2)
-
-
 def _heading(status: Status, server: str) -> Text:
     workers = sum(len(replica.workers) for model in status.models for replica in model.replicas)
+    workers = status.counters.get("workers", workers)
     text = Text.assemble(("reference server", "bold"), f" {server}" if server else "")
     text.append(f", up {time_text(status.uptime_s)}, {count_text(workers, 'worker')}")
-    text.append(f", {count_text(len(status.transfers), 'read')} open")
+    text.append(f", {count_text(status.counters.get('open_reads', len(status.transfers)), 'read')} open")
     if status.recovering_s > 0:
         text.append(
             f"\nrecovering: for up to {time_text(status.recovering_s)} it hears who is there, and ", style="yellow"
@@ -160,19 +281,34 @@ def _heading(status: Status, server: str) -> Text:
     return text
 
 
-def _model(status: Status, model: ModelView, width: int, bars: bool) -> list[RenderableType]:
+# --- The summary of a model: what each version is held by, and which replicas are behind.
+
+
+class _Away(NamedTuple):
+    """A replica with a worker that the server does not hear."""
+
+    state: str
+    copies: tuple[int, ...]  # versions in the host memory of such workers
+
+
+def _summary(model: ModelView, lags: Lags, width: int) -> Iterator[Text]:
+    said = _plain(changed(model, replicas=()))
     facts = f"  {_latest(model)}, {count_text(model.shards, 'shard')}, {size_text(model.size_bytes)}"
-    title = Text.assemble((model.name, "bold"), facts)
-    parts: list[RenderableType] = [_Words(title), *_versions(model)]
-    if not model.replicas:
-        return [*parts, Text("  no replica is here now", style="dim")]
-    transfers = transfers_of(status, model)
-    lines = [
-        _Line(replica, row, is_first=number == 0)
-        for replica in model.replicas
-        for number, row in enumerate(rows_of(replica, transfers))
-    ]
-    return [*parts, _table(lines, width, bars)]
+    yield from _wrapped(Text.assemble((said.name, "bold"), facts), width)
+    yield from _wrapped(_counts(model, lags), width, indent=2)
+    away = {  # of which the server hears nothing: whether they live it cannot know
+        plain_text(each.name): _Away(_state_of(gone[0]), tuple(copy for worker in gone for copy in worker.copies))
+        for each in model.replicas
+        if (gone := [worker for worker in each.workers if _is_away(worker)])
+    }
+    pins = [(plain_text(each.name), worker.pins) for each in model.replicas for worker in each.workers if worker.pins]
+    versions = [each for each in said.versions if _is_worth_a_line(each, model)]
+    for version in versions[:MAX_VERSIONS]:
+        pinned_by = list(dict.fromkeys(name for name, pinned in pins if version.version in pinned))
+        lag = lags.behind(version.version)
+        yield from _wrapped(_version(version, lag, away, pinned_by), width, indent=2)
+    if len(versions) > MAX_VERSIONS:
+        yield Text(f"  and {len(versions) - MAX_VERSIONS:,} older ones", style="dim")
 
 
 def _latest(model: ModelView) -> str:
@@ -181,185 +317,307 @@ def _latest(model: ModelView) -> str:
     return "all versions are lost" if any(version.is_lost for version in model.versions) else "nothing published yet"
 
 
-def _versions(model: ModelView) -> list[RenderableType]:
-    versions, latest, lines = model.versions, model.latest, list[RenderableType]()
-    silent = [(each.name, worker) for each in model.replicas for worker in each.workers if not worker.connected]
-    cut_off = {name for name, _ in silent}
-    pins = [(each.name, worker.pins) for each in model.replicas for worker in each.workers if worker.pins]
-    for version in versions[:MAX_VERSIONS]:
-        text = Text(f"version {version.version}", style="bold" if version.is_latest else "")
-        if version.holders:
-            text.append(f" held by {_some(version.holders, cut_off)}", style="not bold")
-        elif version.host_copies:
-            text.append(" held in host memory only", style="not bold yellow")
-        elif version.last_holder:
-            text.append(f" held by no worker; {version.last_holder} was the last", style="red")
-        else:
-            text.append(" held whole by no worker", style="yellow")
-        if version.host_copies:
-            keep_it = {name for name, worker in silent if version.version in worker.copies}
-            text.append(f"; host copies: {_some(version.host_copies, keep_it)}", style="not bold cyan")
-        if version.filling:
-            text.append(f"; filling {some_text(version.filling, MAX_NAMES)}", style="not bold cyan")
-        for site, size_bytes in sorted(version.cross_site_bytes.items()):
-            text.append(f"; {size_text(size_bytes)} came into {site or 'no site'} from other sites", style="not bold")
-        if version.is_lost and (latest is None or version.version > latest):
-            text.append("; lost", style="not bold red")
-        if version.is_retained and not version.is_latest:
-            text.append("; kept", style="not bold")
-        pinned_by = dict.fromkeys(name for name, pinned in pins if version.version in pinned)
-        if pinned_by:
-            text.append(f"; pinned by {some_text(list(pinned_by), MAX_NAMES)}", style="not bold")
-        if not version.is_complete:
-            text.append("; being published", style="not bold yellow")
-        lines.append(Padding(_Words(text), (0, 0, 0, 2)))
-    if len(versions) > MAX_VERSIONS:
-        lines.append(Padding(Text(f"and {len(versions) - MAX_VERSIONS:,} older ones", style="dim"), (0, 0, 0, 2)))
-    return lines
-
-
-def _some(names: Sequence[str], cut_off: Collection[str]) -> str:
-    """The first few of them; of which the server hears nothing, it cannot know whether they live."""
-    return some_text([f"{name} (cut off)" if name in cut_off else name for name in names], MAX_NAMES)
-
-
-class _Line(NamedTuple):
-    """Shards of one replica that say the same."""
-
-    replica: ReplicaView
-    row: Row
-    is_first: bool  # of its replica
-
-
-@dataclass(frozen=True)
-class _Words:
-    """A text whose lines break between words, and never between a number and its unit."""
-
-    text: Text
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        whole = self.text.copy()
-        whole.plain = UNIT_SPACE.sub(NO_BREAK, whole.plain)
-        for part in console.render(whole, options):
-            yield part._replace(text=part.text.replace(NO_BREAK, " "))
-
-
-def _table(lines: Sequence[_Line], width: int, bars: bool) -> Table:
-    does = [_does(line) for line in lines]
-    columns: dict[str, list[Text]] = {
-        "replica": [_name(line) for line in lines],
-        "shard": [Text(shards_text(line.row.shards)) for line in lines],
-        "has": [_has(line.row) for line in lines],
-        "readers": [_readers(line.row) for line in lines],
-    }
-    # with bars it is drawn again and again: the columns stay the same when a read begins
-    least = DOES_COLUMNS if bars else min(DOES_COLUMNS, _width(DOES, [text for texts in does for text in texts]))
-    room = width - least - GAP_COLUMNS - sum(_width(*column) + GAP_COLUMNS for column in columns.items())
-    for header, cell in IF_IT_FITS:
-        cells = [cell(line.row) for line in lines]
-        before = _width(header, columns[header]) if header in columns else -GAP_COLUMNS
-        more = _width(header, cells) - before
-        if more <= room:
-            columns[header], room = cells, room - more
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, expand=True)
-    table.add_column("replica", overflow="fold", max_width=max(30, width // 4))
-    table.add_column("shard", overflow="fold", max_width=12)
-    table.add_column("has", overflow="fold")
-    table.add_column(DOES, ratio=1, overflow="fold")
-    table.add_column("readers", justify="right")
-    further = [header for header in ("lease", "received", "where") if header in columns]
-    for header in further:
-        table.add_column(header, justify="right" if header == "lease" else "left")
-    for number, line in enumerate(lines):
-        as_one = Text("; ").join(does[number])
-        texts = [as_one] if as_one.cell_len <= least + room else does[number]
-        has = columns["has"][number]
-        table.add_row(
-            columns["replica"][number],
-            columns["shard"][number],
-            _with_bar(has, line.row.worker) if bars else has,
-            Group(*map(_Words, texts)),
-            columns["readers"][number],
-            *(columns[header][number] for header in further),
-        )
-    return table
-
-
-def _width(header: str, cells: Sequence[Text]) -> int:
-    return max([cell_len(header), *(cell.cell_len for cell in cells)])
-
-
-def _does(line: _Line) -> list[Text]:
-    does = list[Text]()
-    replica, worker = line.replica, line.row.worker
-    is_heard = worker is not None and worker.connected
-    if worker is not None and not is_heard:
-        does.append(Text(f"cut off, {time_text(worker.lease_left_s)} left", style="yellow"))
-    if line.is_first and (doing := _call(replica.call)) is not None:
-        does.append(doing)
-    if line.is_first and any(each.is_writer for each in replica.workers):
-        does.append(Text("writer", style="cyan"))
-    return [*does, *(_reading(transfer, is_heard=is_heard) for transfer in line.row.transfers)]
-
-
-def _name(line: _Line) -> Text:
-    if not line.is_first:
-        return Text("")
-    workers = line.replica.workers
-    is_spot = bool(workers) and not any(worker.reliable for worker in workers)
-    return Text.assemble(line.replica.name, (" (spot)", "dim") if is_spot else "")
-
-
-def _has(row: Row) -> Text:
-    worker = row.worker
-    if worker is None:
-        return Text("missing", style="red")
-    text = Text(worker.state if worker.version is None else f"{worker.version} {worker.state}")
-    text.stylize(STYLES.get(worker.state, ""))
-    if worker.state == "filling":
-        share = worker.done / worker.chunks if worker.chunks else 0.0
-        text.append(f" {share:4.0%}")
+def _counts(model: ModelView, lags: Lags) -> Text:
+    """How many workers are in which state."""
+    states: Counter[str] = Counter()
+    behind = present = missing = 0
+    for replica in model.replicas:
+        present += len(replica.workers)
+        missing += max(0, replica.shards - len(replica.workers))
+        for worker in replica.workers:
+            behind += bool(lags.of(worker).versions)
+            state = _state_of(worker)
+            states[state if worker.version is None or _is_away(worker) else f"{state} {worker.version}"] += 1
+    states["missing"] = missing
+    said = [f"{number:,} {state}" for state, number in states.most_common() if number]
+    if not present:
+        return Text("no replica is here now", style="dim")
+    replicas = count_text(len(model.replicas), "replica")
+    workers = f" of {count_text(present, 'worker')}" if present != len(model.replicas) else ""
+    text = Text(f"{replicas}{workers}: {some_text(said, MAX_COUNTS)}")
+    if behind:
+        text.append(f"; {behind:,} behind", style="yellow")
     return text
 
 
-def _with_bar(has: Text, worker: WorkerView | None) -> RenderableType:
-    if worker is None or worker.state != "filling":
-        return has
-    return Group(has, ProgressBar(total=max(worker.chunks, 1), completed=worker.done, width=BAR_COLUMNS))
+def _is_worth_a_line(version: VersionView, model: ModelView) -> bool:
+    """It is held, comes into being, or was lost without a newer one. An old one that was let go is not."""
+    is_there = version.holders or version.filling or version.host_copies or not version.is_complete
+    return bool(is_there) or version.is_latest or model.latest is None or version.version > model.latest
 
 
-def _readers(row: Row) -> Text:
-    return Text(str(row.worker.readers) if row.worker is not None and row.worker.readers else "")
+def _version(version: VersionView, lag: Lag, away: dict[str, _Away], pinned_by: Sequence[str]) -> Text:
+    text = Text(f"version {version.version}", style="bold" if version.is_latest else "")
+    plain = "not bold"
+    if version.age_s is not None:
+        text.append(f", {time_text(version.age_s)} old", style=plain)
+    if version.holders:
+        text.append(f", held by {_names(version.holders, away)}", style=plain)
+    elif version.host_copies:
+        text.append(", held in host memory only", style="not bold yellow")
+    elif version.last_holder:
+        text.append(f", held by no worker; {version.last_holder} was the last", style="not bold red")
+    else:
+        text.append(", held whole by no worker", style="not bold yellow")
+    if version.holders and lag.versions:
+        text.append(f": {_lag_words(lag)}", style="not bold yellow")
+    if version.host_copies:
+        keep_it = {name: each for name, each in away.items() if version.version in each.copies}
+        text.append(f"; host copies: {_names(version.host_copies, keep_it)}", style="not bold cyan")
+    if version.filling:
+        text.append(f"; filling {_names(version.filling)}", style="not bold cyan")
+    for site, size_bytes in sorted(version.cross_site_bytes.items()):
+        text.append(f"; {size_text(size_bytes)} came into {site or 'no site'} from other sites", style=plain)
+    if version.is_lost:
+        text.append("; lost", style="not bold red")
+    if version.is_retained and not version.is_latest:
+        text.append("; kept", style=plain)
+    if pinned_by:
+        text.append(f"; pinned by {_names(pinned_by)}", style=plain)
+    if not version.is_complete:
+        text.append("; being published", style="not bold yellow")
+    return text
 
 
-def _call(call: CallView | None) -> Text | None:
+def _lag_words(lag: Lag) -> str:
+    since = f" for {time_text(lag.age_s)}" if lag.age_s is not None else ""
+    return f"{count_text(lag.versions, 'version')} behind{since}"
+
+
+def _names(names: Sequence[str], away: Mapping[str, _Away] = {}) -> str:
+    """The first few of them, and which of these the server does not hear."""
+    said, room = list[str](), NAMES_COLUMNS
+    for name in names:
+        word = f"{_short(name)} ({away[name].state})" if name in away else _short(name)
+        room -= cell_len(word)
+        if room < 0 and said:
+            break
+        said.append(word)
+    return some_text([*said, *names[len(said) :]], len(said))
+
+
+def _short(name: str, most: int = NAME_COLUMNS) -> str:
+    """The name in that many columns: of a longer one its two ends, for it is the end in which names differ."""
+    if cell_len(name) <= most:
+        return name
+    first, last = (most - 1) // 2, most - 1 - (most - 1) // 2
+    while cell_len(name[:first]) > (most - 1) // 2:
+        first -= 1
+    while last and cell_len(name[-last:]) > most - 1 - (most - 1) // 2:
+        last -= 1
+    return f"{name[:first]}…{name[len(name) - last :]}"
+
+
+# --- The replicas of a model: columns of short facts, and what each does and waits for.
+
+
+def _replicas(
+    model: ModelView, reads: dict[str, list[Transfer]], lags: Lags, width: int, most_lines: int | None
+) -> Iterator[Text]:
+    rows = rows_of(model, reads, lags)
+    columns = _Columns(rows, width)
+    yield Text("")
+    yield columns.header()
+    drawn, names = 2, 0
+    for number, row in enumerate(rows):
+        lines = columns.draw(row)
+        drawn += len(lines)
+        is_last = number == len(rows) - 1
+        if most_lines is not None and names and drawn + (not is_last) > most_lines:
+            more = count_text(len(model.replicas) - names + (not row.is_first), "more replica")
+            yield Text(f"  and {more}: --all, --replica, --filter", style="dim")
+            return
+        names += row.is_first
+        yield from lines
+
+
+class _Columns:
+    """Columns for a list of rows: those that the terminal has room for, and how wide they are."""
+
+    def __init__(self, rows: Sequence[Row], width: int) -> None:
+        self._width = width
+        cells = [("has", _has), ("behind", _behind), ("heard", _heard)]
+        if any(row.replica.shards > 1 for row in rows):
+            cells = [("shard", _shards), *cells]
+        found = [(header, cell, _widest(header, cell, rows)) for header, cell in cells]
+        while self._used(found) + LEAST_NAME_COLUMNS > width:
+            found.pop()
+        left = width - self._used(found)
+        self._name_columns = min(_widest("replica", _name, rows), max(LEAST_NAME_COLUMNS, min(left, width // 3)))
+        left -= self._name_columns + (BESIDE_COLUMNS if any(row.reads or row.urgency[0] < 4 for row in rows) else 0)
+        for header, cell in IF_IT_FITS:
+            more = _widest(header, cell, rows)
+            if more <= left - GAP_COLUMNS and any(map(cell, rows)):
+                found.append((header, cell, more))
+                left -= more + GAP_COLUMNS
+        self._cells = found
+
+    def _used(self, cells: Sequence[tuple[str, Callable[[Row], str], int]]) -> int:
+        return GAP_COLUMNS + sum(columns + GAP_COLUMNS for _, _, columns in cells)
+
+    def header(self) -> Text:
+        """The names of the columns."""
+        names = ["", "replica".ljust(self._name_columns), *(name.ljust(columns) for name, _, columns in self._cells)]
+        return Text((" " * GAP_COLUMNS).join(names).rstrip(), style="bold dim")
+
+    def draw(self, row: Row) -> list[Text]:
+        """The lines of one row: its facts, and its texts beside or below them."""
+        row = replace(row, replica=_plain(row.replica), worker=_plain(row.worker), reads=_plain(row.reads))
+        note = _note(row.replica) if row.is_first else ""
+        name = _short(row.replica.name, self._name_columns - len(note)) if row.is_first else ""
+        text = Text(f"  {name}").append(note, style="dim")
+        text.pad_right(GAP_COLUMNS + self._name_columns - text.cell_len)
+        for header, cell, columns in self._cells:
+            value = _short(cell(row), columns)
+            text.append(f"  {value}", style=_style(header, row)).pad_right(columns - cell_len(value))
+        texts = _texts(row)
+        whole = Text("; ").join(texts)
+        if text.cell_len + GAP_COLUMNS + whole.cell_len <= self._width and texts:
+            return [text.append("  ").append_text(whole)]
+        text.rstrip()
+        return [text, *(line for each in texts for line in _wrapped(each, self._width, indent=4))]
+
+
+def _widest(header: str, cell: Callable[[Row], str], rows: Sequence[Row]) -> int:
+    return max(len(header), *(cell_len(cell(row)) for row in rows))
+
+
+def _style(header: str, row: Row) -> str:
+    worker = row.worker
+    if header == "has":
+        return STYLES.get(_state_of(worker), "yellow") if worker is not None else "red"
+    return "yellow" if header == "behind" or (worker is not None and _is_away(worker)) else "dim"
+
+
+def _name(row: Row) -> str:
+    return row.replica.name + _note(row.replica) if row.is_first else ""
+
+
+def _note(replica: ReplicaView) -> str:
+    if any(worker.is_writer for worker in replica.workers):
+        return " (writer)"
+    return "" if any(worker.reliable for worker in replica.workers) or not replica.workers else " (spot)"
+
+
+def _shards(row: Row) -> str:
+    return _short(shards_text(row.shards), 12)
+
+
+def _has(row: Row) -> str:
+    worker = row.worker
+    if worker is None:
+        return "missing"
+    text = _state_of(worker) if worker.version is None else f"{worker.version} {_state_of(worker)}"
+    share = worker.done / worker.chunks if worker.chunks else 0.0
+    return f"{text} {share:4.0%}" if text.endswith("filling") else text
+
+
+def _behind(row: Row) -> str:
+    if not row.lag.versions:
+        return ""
+    return str(row.lag.versions) if row.lag.age_s is None else f"{row.lag.versions}, {_age(row.lag.age_s)}"
+
+
+def _heard(row: Row) -> str:
+    return _age(row.worker.heard_s) if row.worker is not None else ""
+
+
+def _age(seconds: float) -> str:
+    """`0.3 s`, `59 s`, `3 min`, `2 h`, `4 d`."""
+    return " ".join(time_text(seconds).split()[:2])
+
+
+def _readers(row: Row) -> str:
+    return str(row.worker.readers) if row.worker is not None and row.worker.readers else ""
+
+
+def _received(row: Row) -> str:
+    received = row.worker.received_bytes if row.worker is not None else {}
+    most_first = sorted(received.items(), key=lambda item: (-item[1], item[0]))
+    return some_text([f"{size_text(size)} from {_short(source)}" for source, size in most_first], 1)
+
+
+def _where(row: Row) -> str:
+    worker = row.worker
+    if worker is None:
+        return ""
+    # by what it can be read: where exactly is for programs
+    transports = dict.fromkeys(scheme_of(endpoint) for endpoint in worker.endpoints)
+    return ", ".join(place for place in (worker.site, worker.host, *transports) if place)
+
+
+def _copies(row: Row) -> str:
+    """What its host copies take, and the most that they may."""
+    worker = row.worker
+    if worker is None or not worker.size_bytes:
+        return ""
+    copies = len(worker.copies) + len(worker.copies_filling)
+    most = (copies + worker.copies_left) * worker.size_bytes
+    return f"{size_text(copies * worker.size_bytes)} of {size_text(most)}" if most else "no room"
+
+
+IF_IT_FITS = (("readers", _readers), ("where", _where), ("host copies", _copies), ("received", _received))
+
+
+def _texts(row: Row) -> list[Text]:
+    """What the row does and waits for."""
+    replica, worker, found = row.replica, row.worker, list[Text]()
+    is_away = worker is not None and _is_away(worker)
+    if worker is not None and is_away:
+        why = "it has no connection" if not worker.connected else "its process may be stopped"
+        away = f"not heard for {time_text(worker.heard_s)}: {why}; {time_text(worker.lease_left_s)} of its lease left"
+        found.append(Text(away, style="yellow"))
+    said = {read.waiting_for for read in row.reads}
+    if row.is_first and replica.call is not None:
+        found += _call(replica.call, said)
+        said.add(replica.call.waiting_for)
+    is_said = worker is not None and any(each.endswith(worker.waiting_for) for each in said)
+    if worker is not None and worker.waiting_for and not (is_away or is_said):
+        is_called = replica.call is not None and replica.call.state in ("waiting", "running")
+        what = "" if is_called else f"close(), for {time_text(worker.waits_s)}: "
+        found.append(Text(f"{what}{worker.waiting_for}", style="yellow"))
+    return [*found, *(_reading(read, is_heard=not is_away) for read in row.reads)]
+
+
+def _call(call: CallView, said: Collection[str]) -> list[Text]:
     """What the replica does as a group; nothing if that has ended well and waits for nothing."""
-    if call is None or (call.state == "finished" and not call.waiting_for):
-        return None
+    if call.state == "finished" and not call.waiting_for:
+        return []
     spec = "" if call.spec == "" else json.dumps(call.spec)
     text = Text(f"{call.verb}({spec})")
     if call.version is not None and str(call.version) != spec:
         text.append(f" is {call.version}")
     style = {"failed": "red", "waiting": "yellow", "finished": "yellow"}.get(call.state, "")
-    if call.state != "running":
-        text.append(f", {call.state}", style=style)
-    if call.waiting_for:
-        text.append(f": {call.waiting_for}", style=style)
-    return text
+    since = f" for {time_text(call.since_s)}" if call.state in ("waiting", "running") else ""
+    text.append(f", {call.state}{since}", style=style)
+    if call.waiting_for and not any(each and call.waiting_for.endswith(each) for each in said):
+        text.append(f": {call.waiting_for}", style=style or "yellow")
+    return [text]
 
 
 def _reading(transfer: Transfer, *, is_heard: bool = True) -> Text:
+    source = _short(transfer.source)
     if transfer.is_void:
-        return Text(f"stops reading from {transfer.source}", style="dim")
-    text = Text.assemble("reads from ", (transfer.source, "bold"))
+        return Text(f"stops reading from {source}", style="dim")
+    text = Text()
+    if transfer.chunks:
+        full = round(BAR_COLUMNS * transfer.done / transfer.chunks)
+        text.append("━" * full, style="cyan").append("─" * (BAR_COLUMNS - full) + " ", style="dim")
+    text.append("reads from ").append(source, style="bold")
     if transfer.transport:
         text.append(" by ").append(transfer.transport, style="bold")
+    text.append(f" for {time_text(transfer.since_s)}")
     if transfer.chunks:
         text.append(f", {size_text(bytes_done(transfer))} of {size_text(transfer.size_bytes)}")
+    rate = transfer.rate_bytes_per_s
     if transfer.transport and is_heard:  # before a target names its transport it has counted nothing
-        text.append(f" at {size_text(transfer.rate_bytes_per_s)}/s", style="cyan")
+        text.append(f" at {size_text(rate)}/s", style="cyan")
+        if rate and transfer.chunks:
+            text.append(f", {time_text((transfer.size_bytes - bytes_done(transfer)) / rate)} left")
+    if transfer.waiting_for:
+        text.append(f"; nothing for {time_text(transfer.still_s)}: {transfer.waiting_for}", style="yellow")
     if transfer.reason:
-        text.append(f": {transfer.reason}", style="dim")
+        text.append(f": {transfer.reason}" if not transfer.waiting_for else f"; {transfer.reason}", style="dim")
     if transfer.path:
         text.append(f"; {transfer.path}", style="dim")
     if transfer.why:
@@ -367,97 +625,21 @@ def _reading(transfer: Transfer, *, is_heard: bool = True) -> Text:
     return text
 
 
-def _lease(row: Row) -> Text:
-    return Text(time_text(row.worker.lease_left_s) if row.worker is not None else "")
+def _wrapped(text: Text, width: int, *, indent: int = 0) -> Iterator[Text]:
+    """The text as lines, which break between words, and never between a number and its unit."""
+    whole = text.copy()
+    whole.plain = UNIT_SPACE.sub(NO_BREAK, whole.plain)
+    for line in whole.wrap(_ruler(), width - indent, overflow="fold"):
+        line.rstrip()
+        line.plain = line.plain.replace(NO_BREAK, " ")
+        yield Text(" " * indent).append_text(line) if indent else line
 
 
-def _received(row: Row, most: int) -> Text:
-    received = row.worker.received_bytes if row.worker is not None else {}
-    most_first = sorted(received.items(), key=lambda item: (-item[1], item[0]))
-    return Text(some_text([f"{size_text(size)} from {source}" for source, size in most_first], most))
+@cache
+def _ruler() -> Console:
+    return Console(file=sys.stderr)
 
 
-def _host(row: Row) -> Text:
-    return Text(row.worker.host if row.worker is not None else "", style="dim")
-
-
-def _where(row: Row) -> Text:
-    if row.worker is None:
-        return Text("")
-    # by what it can be read: where exactly is for programs
-    transports = dict.fromkeys(scheme_of(endpoint) for endpoint in row.worker.endpoints)
-    places = [place for place in (row.worker.site, row.worker.host, *transports) if place]
-    return Text(", ".join(places), style="dim")
-
-
-def _where_and_copies(row: Row) -> Text:
-    text, worker = _where(row), row.worker
-    if worker is None or not worker.size_bytes:
-        return text
-    copies = len(worker.copies) + len(worker.copies_filling)
-    most = (copies + worker.copies_left) * worker.size_bytes  # what it may cost in host memory to keep versions
-    used = f"{size_text(copies * worker.size_bytes)} of {size_text(most)}"
-    said = f"copies: {used}" if most else f"copies: no room for one of {size_text(worker.size_bytes)}"
-    return text.append(f", {said}" if text else said)
-
-
-# What else is known of a row, the most useful first. A later one of the same column says more than an earlier one.
-IF_IT_FITS: tuple[tuple[str, Callable[[Row], Text]], ...] = (
-    ("lease", _lease),
-    ("where", _host),
-    ("received", lambda row: _received(row, 1)),
-    ("where", _where),
-    ("where", _where_and_copies),
-    ("received", lambda row: _received(row, 3)),
-)
-
-
-class Watcher:
-    """Turns one answer after another into pictures. While the server is away, the last picture stays."""
-
-    def __init__(
-        self, server: str, ask: Callable[[], Status], clock: Callable[[], float] = time.monotonic, *, model: str = ""
-    ) -> None:
-        self._server, self._model = server, model
-        self._ask = ask
-        self._clock = clock
-        self._last: Status | None = None
-        self._away_since: float | None = None
-
-    def look(self, width: int) -> RenderableType:
-        """The picture as it is now. Raises `ServerUnreachable` only if there never was one."""
-        now = self._clock()
-        try:
-            status = self._ask()
-        except ServerUnreachable:
-            if self._last is None:
-                raise
-            self._away_since = now if self._away_since is None else self._away_since
-            away = Text(f"no answer for {now - self._away_since:.0f} s; below is what was last heard", style="bold red")
-            return Group(away, self._draw(self._last, width))
-        self._away_since = None
-        self._last = status
-        return self._draw(status, width)
-
-    def _draw(self, status: Status, width: int) -> RenderableType:
-        return draw_status(status, server=self._server, model=self._model, width=width, bars=True)
-
-
-def watch(watcher: Watcher, console: Console, *, every_s: float, times: int | None) -> None:
-    """Show it every `every_s` seconds, `times` times or until Ctrl-C.
-
-    SIGTERM and SIGHUP raise `SystemExit` while it draws in place, once the terminal is as it was.
-    """
-    rounds = range(times) if times is not None else count()
-    if not console.is_interactive:  # no terminal, or a dumb one, in which nothing can be drawn over
-        for number in rounds:
-            time.sleep(every_s if number else 0.0)
-            console.print(watcher.look(console.width))
-        return
-    first = watcher.look(console.width)  # an error before the screen is taken stays readable
-    with shown(Live(first, console=console, screen=times is None, auto_refresh=False)) as live:
-        for number in rounds:
-            if number:
-                time.sleep(every_s)
-                live.update(watcher.look(console.width))
-            live.refresh()
+def print_lines(console: Console, lines: Iterator[Text]) -> None:
+    """Print lines that are as wide as the console, as they are."""
+    console.print(Text("\n").join(lines), no_wrap=True, overflow="ignore", crop=False)

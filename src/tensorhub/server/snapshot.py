@@ -1,15 +1,14 @@
 """The server's status as plain values, and the invariants that are checked after every message."""
 
 from collections import Counter
-from collections.abc import Generator, Iterable
-from itertools import islice
+from collections.abc import Generator
 
-from ..protocol.messages import MAX_PINS, PROTOCOL, Empty, Filling, Holding, HostCopy, Poisoned, Vacated
+from ..protocol.messages import MAX_PINS, PROTOCOL, Filling, HostCopy
 from ..protocol.names import Shard, WorkerId
 from ..protocol.status import CallView, ModelView, ReplicaView, Status, Transfer, VersionView, WorkerView
-from . import layouts, reads, slow
+from . import stalls
 from . import state as facts
-from .groups import GroupCall, Replica
+from .groups import Replica
 from .members import WHOLE, Member, OpenRead, version_in
 from .state import State
 from .versions import Model, VersionRecord
@@ -168,8 +167,8 @@ def _transfers(state: State) -> Generator[None, None, tuple[Transfer, ...]]:
                 why=told.why if told is not None else "",
                 rate_bytes_per_s=told.rate_bytes_per_s if told is not None else 0,
                 since_s=max(0.0, state.now - read.given_at),
-                still_s=_still_s(state, read),
-                waiting_for=_why_nothing_comes(state, read, reader) if reader is not None else "",
+                still_s=stalls.still_s(state, read),
+                waiting_for=stalls.why_nothing_comes(state, read, reader) if reader is not None else "",
             )
         )
     return tuple(sorted(found, key=lambda t: (t.model, t.version, t.target, t.shard, t.ticket)))
@@ -255,34 +254,27 @@ def _version(model: Model, record: VersionRecord, found: _Holders, now: float, *
 
 
 def _replica(state: State, model: Model, replica: Replica) -> ReplicaView:
-    found = [state.members.get(replica.members[shard]) for shard in sorted(replica.members)]
-    members = [member for member in found if member is not None]
-    call = replica.call
-    waits = _waits(state, model, replica, members)
-    view = None
+    call, view = replica.call, None
+    reasons = stalls.reasons_of(state, model, replica)
     if call is not None:
         stage = "finished" if call.is_finished else "failed" if call.error is not None else "running"
-        waiting = call.error or call.waiting
         if stage == "running" and call.waiting is not None:
             stage = "waiting"
-        text = waiting.message if waiting is not None else ""
+        over = call.error or call.waiting
+        text = over.message if over is not None else ""
         if stage == "running":
-            text = next(
-                (_of_shard(replica, member, why) for member, why in zip(members, waits, strict=True) if why), ""
-            )
+            text = stalls.why_waits(replica, call, reasons)
         since_s = max(0.0, state.now - call.began)
         view = CallView(call.number, call.verb, call.spec, call.version, stage, text, since_s)
-    workers = tuple(_worker(state, model, member, why) for member, why in zip(members, waits, strict=True))
+    workers = tuple(_worker(state, model, replica, member, why) for member, why in reasons)
     return ReplicaView(replica.name, replica.shards, workers, view)
 
 
-def _of_shard(replica: Replica, member: Member, why: str) -> str:
-    return f"shard {member.shard}: {why}" if replica.shards > 1 else why
-
-
-def _worker(state: State, model: Model, member: Member, waiting_for: str) -> WorkerView:
+def _worker(state: State, model: Model, replica: Replica, member: Member, waiting_for: str) -> WorkerView:
     report, content = member.report, member.content
     done, chunks = (content.buffer.done, content.buffer.chunks) if isinstance(content.buffer, Filling) else (0, 0)
+    call = stalls.call_of(replica, member)
+    since = model.closing.get(member.worker, call.began if call is not None else state.now)
     return WorkerView(
         shard=Shard(member.shard),
         state=type(content.buffer).__name__.lower(),
@@ -304,127 +296,11 @@ def _worker(state: State, model: Model, member: Member, waiting_for: str) -> Wor
         copies_left=report.copies_left,
         pins=report.pins[:MAX_PINS],
         is_writer=report.writes > 0 and model.writer is not None and model.writer.replica == member.hello.replica,
-        heard_s=_heard_s(state, member),
+        heard_s=stalls.heard_s(state, member),
         is_silent=facts.is_silent(state, member),
         waiting_for=waiting_for,
-        waits_s=_waits_s(state, model, member),
+        waits_s=max(0.0, state.now - since),
     )
-
-
-# --- Why the part of a worker in its replica's call, or its close(), is not done. It is asked for each worker of a
-# fleet, so nothing here looks at all sources of a version.
-
-
-MOMENT_S = 2.0  # nothing came for less than that: no wait that needs a reason
-MAX_REASONS = 64  # of one replica: what its shards wait for may depend on all of them
-MAX_HOLDERS = 256  # of a version that are looked at
-
-
-def _waits(state: State, model: Model, replica: Replica, members: list[Member]) -> list[str]:
-    """For each of the members, why its part is not done; empty for those above the limit."""
-    found: list[str] = []
-    left = MAX_REASONS
-    for member in members:
-        why = _why_waits(state, model, replica, member) if left else ""
-        left -= bool(why)
-        found.append(why)
-    return found
-
-
-def _heard_s(state: State, member: Member) -> float:
-    return max(0.0, state.now - (member.lease_end - state.settings.lease_s))
-
-
-def _call_of(state: State, member: Member) -> GroupCall | None:
-    """The call that it is in, unless that is over."""
-    reported, call = member.report.call, state.place(member)[1].call
-    is_in_it = reported is not None and call is not None and reported.number == call.number
-    return call if is_in_it and call is not None and not call.is_over else None
-
-
-def _waits_s(state: State, model: Model, member: Member) -> float:
-    call = _call_of(state, member)
-    since = model.closing.get(member.worker, call.began if call is not None else state.now)
-    return max(0.0, state.now - since)
-
-
-def _why_waits(state: State, model: Model, replica: Replica, member: Member) -> str:
-    """Why its part is not done; empty: it is, or bytes come."""
-    call = _call_of(state, member)
-    if call is None and not member.report.closing:
-        return ""
-    if not facts.is_here(state, member):
-        why = "it was not heard" if member.is_connected else "its connection is gone, and it was not heard"
-        return f"{why} for {_heard_s(state, member):.1f} s"
-    drain = reads.drained_version(state, model, member).why
-    if drain or call is None or call.waiting is not None:
-        return drain
-    if call.verb in facts.FILLS:
-        return _why_not_filled(state, model, replica, member, call)
-    if call.verb == "publish":
-        is_done = isinstance(member.content.buffer, Holding) and member.content.held == call.version
-    else:
-        is_done = isinstance(member.report.buffer, (Empty, Vacated, Poisoned))
-    return "" if is_done else f"it has yet to report that its {call.verb} is done"
-
-
-def _why_not_filled(state: State, model: Model, replica: Replica, member: Member, call: GroupCall) -> str:
-    version, buffer = call.version, member.content.buffer
-    if version is None or (isinstance(buffer, Holding) and buffer.version == version):
-        return ""
-    if member.can_fill_itself(version):
-        return f"it copies version {version} from its own host memory"
-    read = state.reads.current.get(member.worker)
-    if read is not None:
-        return _why_nothing_comes(state, read, member)
-    if isinstance(buffer, Filling) and buffer.version != version:
-        return f"it has yet to stop reading version {buffer.version}"
-    record = model.look_up(version)
-    if (unreadable := layouts.why_unreadable(state, model, record, member)) is not None:
-        return unreadable.message
-    failed = [str(worker) for worker, failure in member.tries.sources.items() if failure.until > state.now]
-    if failed:
-        more = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
-        return f"it has no source of version {version}: its read from {failed[0]}{more} failed lately"
-    whole = record.whole.get(member.layout_key)
-    if not whole and layouts.can_cross(record, member.layout_key):
-        return f"another worker of its layout reads version {version} from another layout first"
-    if whole and len(model.sites) > 1 and member.hello.site not in _sites_of(state, whole):
-        return f"another worker of its site reads version {version} from another site first"
-    return f"no worker can give it version {version} now"
-
-
-def _sites_of(state: State, holders: Iterable[WorkerId]) -> list[str]:
-    """The sites of the first few holders."""
-    members = [state.members.get(worker) for worker in islice(holders, MAX_HOLDERS)]
-    return [member.hello.site for member in members if member is not None]
-
-
-def _still_s(state: State, read: OpenRead) -> float:
-    return max(0.0, state.now - max(read.given_at, read.pace.came_at))
-
-
-def _why_nothing_comes(state: State, read: OpenRead, reader: Member) -> str:
-    """Why the read has brought nothing for a while; empty: bytes come, or it has just begun."""
-    still_s, source = _still_s(state, read), read.source.replica
-    if still_s < MOMENT_S or read.is_void:
-        return ""
-    told = reader.report.reading
-    if not facts.is_here(state, reader):
-        return f"its reader was not heard for {_heard_s(state, reader):.1f} s"
-    if told is not None and told.ticket < read.ticket:
-        return f"its read from {told.sources[0].worker.replica} has yet to stop"
-    if told is None or told.ticket != read.ticket:
-        return f"it has yet to begin to read from {source}"
-    if told.is_opened and not reader.filled(read.version, to_host=read.grant.to_host)[2]:
-        return "its tensors still have another version"
-    if (giver := state.members.get(read.source)) is None:
-        return f"{source} is gone"
-    if not facts.is_here(state, giver):
-        return f"{source} was not heard for {_heard_s(state, giver):.1f} s"
-    if slow.waits_for_source(state, read):
-        return f"{source} has no more of it yet"
-    return f"{source} sends nothing"
 
 
 def statistics(state: State) -> dict[str, int]:
