@@ -4,10 +4,14 @@ Each figure is taken at each size, with 1 shard and with 8, on virtual time (see
 `max_cpu_s` is not taken: the table then says what the two sizes before lead one to expect, and marks it so.
 """
 
+import asyncio
 import gc
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+
+from tensorhub.runtime.metrics import server_record, server_sheet
 
 from .fleet import GONE, IDLE, READ_S, TICK, Fleet, TooDear
 from .section import Goal, Options, Section
@@ -26,6 +30,7 @@ COLUMNS = {
     "death_midway": "hang-up in mid-update",
     "restart": "restart, all idle",
     "restart_midway": "restart in mid-update",
+    "scrape": "a page of metrics",
     "join": "all join",
     "bytes": "memory per worker",
 }
@@ -107,6 +112,7 @@ def measure(curves: Curves, size: int, *, read_s: float = READ_S) -> None:
         curves.take(size, "idle", idle)
         curves.of["bytes"].found[size] = fleet.bytes_per_worker()
         _measure_update(curves, size, fleet)
+        curves.take(size, "scrape", lambda: _scrape(fleet))
         fleet = Fleet(size, curves.shards, read_s=read_s)
         fleet.join()
         _measure_death(curves, size, fleet)
@@ -169,6 +175,14 @@ def _restart(fleet: Fleet, most_s: float) -> float:
         fleet.restart_server()
         fleet.run(within_s=fleet.settings.lease_s + 2.0)
     return meter.own_s
+
+
+def _scrape(fleet: Fleet) -> float:
+    """What Prometheus asks for, once the first page has imported what it needs."""
+    for _ in range(2):
+        began_s = time.process_time()
+        asyncio.run(server_sheet(fleet.server, server_record()).page(""))
+    return time.process_time() - began_s
 
 
 # --- the table --------------------------------------------------------------------------------------------------------

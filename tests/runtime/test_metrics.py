@@ -105,6 +105,8 @@ def test_pages_show_an_update_by_the_metrics_of_the_table(server, first_port):
     assert central.of("tensorhub_read_bytes_total", transport="local", cross_site="no") == 2 * size_bytes
     assert central.of("tensorhub_read_seconds_count", transport="local") == 2
     assert central.of("tensorhub_publish_hash_seconds_count") == 3
+    for verb, count in {"publish": 3, "mutating": 3, "replicate": 1, "update": 1}.items():
+        assert central.of("tensorhub_call_seconds_count", verb=verb) == count
     assert central.of("tensorhub_published_bytes_total", model="policy") == 3 * size_bytes
     known = {metric.name for metric in METRICS}
     shown = {family.name for page in (central, own) for family in page.families}

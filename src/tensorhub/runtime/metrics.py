@@ -124,6 +124,7 @@ READS_MOVED = _counter("tensorhub_reads_moved", "reads that went on at another s
 OFFLOADS = _counter("tensorhub_offloaded_bytes", "bytes copied to host memory, because a version must be kept")
 STALLS = _histogram("tensorhub_stall_seconds", "how long a call stood still, of calls that did so for 2 s")
 READ_FAILURES = _counter("tensorhub_read_failures", "reads that failed and were tried again, by code", "code")
+WAITED = _histogram("tensorhub_call_seconds", "calls that ended well, from the first shard to the last", "verb")
 CALLS = _gauge("tensorhub_calls", "calls that have not ended", "model", "verb")
 LONGEST_CALL = _gauge("tensorhub_longest_call_seconds", "how long the longest of them has waited", "model", "verb")
 HOST_COPIES = _gauge("tensorhub_host_copies_bytes", "whole copies of versions in host memory", "model")
@@ -303,8 +304,16 @@ def server_record() -> Record:
     return record
 
 
-def note(record: Record, event: events.Event) -> None:
-    """Counts what has happened."""
+def take(record: Record, state: "State") -> None:
+    """Counts what the machine has told, and leaves the events there."""
+    while state.waited:
+        verb, seconds = state.waited.popleft()
+        record.observe(WAITED, seconds, verb)
+    for event in state.events:
+        _note(record, event)
+
+
+def _note(record: Record, event: events.Event) -> None:
     match event:
         case events.Died() if event.seen != "replaced":
             record.add(LEASES_LOST, 1)
@@ -375,7 +384,7 @@ def _set_calls(sheet: Sheet, state: "State") -> None:
         for replica in model.replicas.values():
             call = replica.call
             if call is not None and not call.is_over:
-                key = model.name, call.verb
+                key = model.name, call.kind
                 calls[key] += 1
                 longest[key] = max(longest.get(key, 0.0), state.now - call.began)
             why = (call.error or call.waiting) if call is not None else None

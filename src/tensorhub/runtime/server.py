@@ -38,7 +38,7 @@ from .config import OTHER_HOST
 from .connection import Malformed, OddNumber, decode_to_server, encode
 from .event_log import EventLog
 from .journal import JournalFile
-from .metrics import LOOP_LAG, REFUSALS, note, server_record, server_sheet, targets, watch_loop
+from .metrics import LOOP_LAG, REFUSALS, server_record, server_sheet, take, targets, watch_loop
 
 # Only the newest orders wait to be sent: a worker that does not read costs one message, and is cut after a while.
 
@@ -434,8 +434,7 @@ class ServerShell:
     def _deliver(self, outbox: list[tuple[str, ToWorker]]) -> None:
         """Send what the machine wants sent, and be back when it wants to be asked again."""
         self._write_journal()
-        for event in self.machine.state.events:
-            note(self.record, event)
+        take(self.record, self.machine.state)
         self.events.take_from(self.machine.state.events)
         for sender, message in outbox:
             socket = self._sockets.get(sender)

@@ -215,6 +215,7 @@ def advance(state: State, model: Model, replica: Replica, call: GroupCall) -> No
 def _finish(state: State, model: Model, replica: Replica, call: GroupCall) -> None:
     """It has ended well on all shards."""
     call.finish()
+    state.waited.append((call.kind, max(0.0, state.now - call.began)))
     replica.finished = max(replica.finished, call.number)
     if call.version is not None:
         apply.note_filled(state, model, replica)

@@ -71,6 +71,11 @@ class GroupCall:
         return _said_of(self) == _said_of(reported) and self.metadata == reported.metadata
 
     @property
+    def kind(self) -> str:
+        """Its verb; "mutating" if a block of the caller follows."""
+        return self.verb if self.claim is None else "mutating"
+
+    @property
     def may_keep(self) -> bool:
         """It is an update that keeps what is held where no source of a newer version answers. One to a number waits."""
         return self.verb == "update" and not isinstance(self.spec, int) and not self.is_over

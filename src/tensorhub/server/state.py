@@ -144,6 +144,7 @@ class State:
     max_layouts: int = field(init=False)  # above that, unused ones are forgotten
     counters: Counter[str] = field(default_factory=Counter)
     failed_reads: Counter[str] = field(default_factory=Counter)  # by code of the error
+    waited: deque[tuple[str, float]] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))  # verb, s; not taken yet
     events: deque[Event] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))  # that the shell has not taken yet
     dirty: OrderedDict[WorkerId, bool] = field(
         default_factory=OrderedDict
