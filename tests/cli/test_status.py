@@ -284,6 +284,15 @@ def test_a_frozen_rollout_is_not_shown_as_if_it_held_a_version() -> None:
     assert "not heard for 9.1 s: its process may be stopped; 0.9 s of its lease left" in row
 
 
+def test_a_worker_that_is_not_heard_says_so_once() -> None:
+    waits = "it was not heard for 9.1 s"
+    called = CallView(9, "update", "latest", 7, "running", waits, 12.0)
+    stopped = worker(0, "withdrawing", 6, is_silent=True, heard_s=9.1, waiting_for=waits)
+    text = words(drawn(job(ReplicaView("rollout-2", 1, (stopped,), called)), 200))
+    assert text.count("not heard for 9.1 s") == 1
+    assert 'update("latest") is 7, running for 12 s' in text
+
+
 def test_a_read_that_stands_still_says_for_how_long_and_why() -> None:
     text = words(drawn(stalled(), 80))
     assert 'update("latest") is 7, running for 12 s' in text

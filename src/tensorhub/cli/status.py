@@ -567,7 +567,9 @@ def _texts(row: Row) -> list[Text]:
         why = "it has no connection" if not worker.connected else "its process may be stopped"
         away = f"not heard for {time_text(worker.heard_s)}: {why}; {time_text(worker.lease_left_s)} of its lease left"
         found.append(Text(away, style="yellow"))
-    said = {read.waiting_for for read in row.reads}
+    said = {read.waiting_for for read in row.reads} | (
+        {worker.waiting_for} if worker is not None and is_away else set()
+    )
     if row.is_first and replica.call is not None:
         found += _call(replica.call, said)
         said.add(replica.call.waiting_for)
