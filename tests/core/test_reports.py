@@ -77,6 +77,7 @@ CHANGES: dict[str, Any] = {
     "call": CallReport(1, "replicate", 1),
     "ended": 1,
     "finished": 1,
+    "alone": 1,
     "reading": Reading(Ticket(1), (Source(TRAINER),), ONE),
     "newest": ONE,
     "failures": (TicketFailure(Ticket(1), TRAINER, "source-lost", "reset"),),

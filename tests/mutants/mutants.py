@@ -805,4 +805,29 @@ MUTANTS = (
         " or layouts.has_company(model, member):\n",
         ":\n",
     ),
+    Mutant(
+        "a trainer overwrites what a reader may still trust",
+        "        return self.heard_at + self.patience_s if self.may_work_alone else inf\n",
+        "        return self.heard_at + self.patience_s / 2 if self.may_work_alone else inf\n",
+    ),
+    Mutant(
+        "a process that stood still takes the server for gone",
+        "            worker.heard_at += late_s",
+        "            worker.heard_at += 0.0",
+    ),
+    Mutant(
+        "one shard waits for ever in a call that another has ended without the server",
+        "        if reported.number <= self.alone and (call is None or not call.is_finished):\n",
+        "        if False:\n",
+    ),
+    Mutant(
+        "shards keep different versions without the server",
+        " or (worker.finished == worker.ended and call.resolved in (None, call.floor))\n",
+        " or worker.finished == worker.ended\n",
+    ),
+    Mutant(
+        "what was published alone is still held when it is refused",
+        '        if failure.code == "version-conflict" and isinstance(worker.buffer, Holding):\n',
+        "        if False:\n",
+    ),
 )

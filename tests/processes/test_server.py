@@ -118,6 +118,7 @@ def test_the_server_is_restarted_three_times_in_a_row_while_versions_go_on(start
         cluster.restart_server()
         assert [call.result() for call in publish] == [version] * 2
         for rollout in rollouts:
+            assert rollout.call("wait_for", spec=version) == version
             assert rollout.call("update", spec="latest") == version
             cluster.judge(rollout, version)
     trainer.call("unpublish")
@@ -143,13 +144,15 @@ def test_a_server_that_stood_still_for_two_leases_has_lost_nobody(start):
     assert len(before) == 8
     stopped = cluster.server.stop()
     update = second.start("update", spec="latest")  # asked of a server that does not hear it
+    assert [call.result() for call in update] == [1] * 2
     eventually(lambda: all(look["lease_is_over"] for look in first.looks() + third.looks()), "nobody trusts a read")
     release(first)
     release(third)
     eventually(lambda: time.monotonic() >= stopped + 2 * cluster.lease_s + 1, "two leases are over")
     cluster.server.go_on()
     assert [call.result() for call in reads] == [1, 1]
-    assert [call.result() for call in updates + update] == [2] * 4
+    assert [call.result() for call in updates] == [2] * 2
+    assert second.call("update", spec="latest") == 2
     assert cluster.sessions() == before
     cluster.judge(third, 1)
     for rollout in (first, second):
@@ -159,3 +162,101 @@ def test_a_server_that_stood_still_for_two_leases_has_lost_nobody(start):
         assert rollout.call("update", spec="latest") == 3
         cluster.judge(rollout, 3)
     assert cluster.sessions() == before
+
+
+# --- a trainer works on without a server ------------------------------------------------------------------------------
+
+
+def step(cluster, trainer, version, shards=(0, 1)):
+    """A step of a training loop on these shards."""
+    withdrawn = [trainer[shard].start("unpublish") for shard in shards]
+    assert [call.result() for call in withdrawn] == [None] * len(shards)
+    for shard in shards:
+        cluster.contents.write(trainer[shard].memory, version, shard)
+    published = [trainer[shard].start("publish", version=version) for shard in shards]
+    assert [call.result() for call in published] == [version] * len(shards)
+
+
+def test_a_trainer_trains_on_without_a_server_and_what_it_made_last_arrives(start):
+    """It waits once, for a lease; a rollout waits as long, and keeps what it has. Four leases pass without a server."""
+    cluster = start(lease_s=1)
+    trainer, rollout = cluster.replicas("trainer", "rollout-1")
+    cluster.publish(trainer, 1)
+    assert rollout.call("replicate", spec="latest") == 1
+    cluster.server.kill()
+    gone = time.monotonic()
+    version = 1
+    while version < 4 or time.monotonic() < gone + 4 * cluster.lease_s:
+        version += 1
+        step(cluster, trainer, version)
+        assert rollout.call("update", spec="latest") == 1
+    cluster.judge(rollout, 1)
+    log = "goes on without the reference server, which has said nothing for"
+    assert [worker.log.count(log) for worker in (*trainer, *rollout)] == [1] * 4
+    cluster.restart_server()
+    assert rollout.call("wait_for", spec=version) == version
+    assert rollout.call("update", spec="latest") == version
+    cluster.judge(rollout, version)
+    step(cluster, trainer, version + 1)
+    assert rollout.call("update", spec="latest") == version + 1
+    cluster.judge(rollout, version + 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ended", ["unpublish", "publish", "next unpublish"])
+def test_the_server_is_back_while_one_of_two_shards_is_ahead(start, ended):
+    """What one shard has ended alone the other one ends alone, too. Both go on under one number."""
+    cluster = start(lease_s=1)
+    trainer, rollout = cluster.replicas("trainer", "rollout-1")
+    cluster.publish(trainer, 1)
+    assert rollout.call("replicate", spec="latest") == 1
+    cluster.server.kill()
+    assert trainer[0].start("unpublish").result() is None
+    if ended != "unpublish":
+        cluster.contents.write(trainer[0].memory, 2, 0)
+        assert trainer[0].start("publish", version=2).result() == 2
+    if ended == "next unpublish":
+        assert trainer[0].start("unpublish").result() is None
+    cluster.restart_server()
+    assert trainer[1].start("unpublish").result() is None
+    cluster.contents.write(trainer[1].memory, 2, 1)
+    behind = trainer[1].start("publish", version=2)
+    if ended == "unpublish":
+        cluster.contents.write(trainer[0].memory, 2, 0)
+        assert trainer[0].start("publish", version=2).result() == 2
+    assert behind.result() == 2
+    if ended == "next unpublish":
+        assert trainer[1].start("unpublish").result() is None
+        cluster.write(trainer, 3)
+        assert trainer.call("publish", version=3) == 3
+    else:
+        step(cluster, trainer, 3)
+    assert rollout.call("update", spec="latest") == 3
+    cluster.judge(rollout, 3)
+
+
+@pytest.mark.long
+def test_what_a_trainer_made_alone_is_refused_by_name_if_another_one_has_its_place(start):
+    cluster = start(lease_s=1)
+    trainer, rollout = cluster.replicas("trainer", "rollout-1")
+    cluster.publish(trainer, 1)
+    cluster.server.kill()
+    step(cluster, trainer, 2)
+    for worker in trainer:
+        worker.stop()
+    cluster.restart_server()
+    other = cluster.replica("trainer-b")
+    eventually(lambda: not cluster.workers("trainer"), "the first trainer's sessions are over")
+    cluster.publish(other, 2)
+    for worker in trainer:
+        worker.go_on()
+    refused = "published without the reference server, is no version: version-conflict: trainer-b has been the writer"
+    eventually(lambda: all(refused in worker.log for worker in trainer), "the first trainer hears of it")
+    assert all(look["version"] is None for look in trainer.looks())
+    calls = trainer.start("publish", version=3)
+    for call in calls:
+        error = call.outcome()
+        assert isinstance(error, tensorhub.VersionConflict), error
+        assert "trainer-b" in str(error)
+    assert rollout.call("replicate", spec="latest") == 2
+    cluster.judge(rollout, 2)

@@ -70,7 +70,9 @@ def values_of(root: Digest, chunks: int) -> list[str]:
 class Player:
     """A worker on the stage."""
 
-    def __init__(self, stage: "Stage", hello: Hello, layout: Layout, copies: int = 0, cut: str = "") -> None:
+    def __init__(
+        self, stage: "Stage", hello: Hello, layout: Layout, copies: int = 0, cut: str = "", is_verified: bool = True
+    ) -> None:
         self.stage = stage
         self.hello = hello
         self.me = hello.worker
@@ -96,7 +98,7 @@ class Player:
         self.is_touched = False  # the open read has written, or may have
         self.trust_until = -inf
         self.retry_at = inf
-        self.worker = Worker(self.me)
+        self.worker = Worker(self.me, shards=hello.shards, may_work_alone=is_verified)
         self.register(layout, copies)
 
     def register(self, layout: Layout, copies: int) -> None:

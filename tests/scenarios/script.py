@@ -130,7 +130,7 @@ def _worker(stage: Stage, words: list[str]) -> None:
     if "with" in words:
         at = words.index("with")
         words, tensors = words[:at], " ".join(words[at + 1 :])
-    plain = [word for word in words if word not in ("revocable", "spot")]
+    plain = [word for word in words if word not in ("revocable", "spot", "unverified")]
     (name,), options = _options(plain, ("of", "cut", "host", "copies", "site", "prefetch", "place"))
     model, _, short = name.rpartition(":")
     replica, _, shard = short.partition("/")
@@ -157,6 +157,7 @@ def _worker(stage: Stage, words: list[str]) -> None:
             _layout(tensors),
             int(options.get("copies", "0")),
             options.get("cut", ""),
+            is_verified="unverified" not in words,
         )
         stage.pump()
 

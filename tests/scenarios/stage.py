@@ -116,10 +116,12 @@ class Stage:
 
     # --- workers ------------------------------------------------------------------------------------------------------
 
-    def start_worker(self, hello: Hello, layout: Layout, copies: int = 0, cut: str = "") -> None:
+    def start_worker(
+        self, hello: Hello, layout: Layout, copies: int = 0, cut: str = "", *, is_verified: bool = True
+    ) -> None:
         name = name_of(hello.worker)
         assert name not in self.players, f"{name} is alive"
-        player = self.players[name] = Player(self, hello, layout, copies, cut)
+        player = self.players[name] = Player(self, hello, layout, copies, cut, is_verified)
         self.connect(player)
 
     def life_of(self, name: str) -> str:

@@ -9,7 +9,7 @@ from tensorhub.protocol.messages import PREFETCHED
 from tensorhub.protocol.settings import Settings
 
 from .plan import Conditions, Misfortune, Plan, Replica, Step
-from .restarts import with_restarts
+from .restarts import with_absences, with_restarts
 from .rivals import with_rivals
 
 STEPS = 40  # of one program, drawn ahead: more than a storm has time for
@@ -17,6 +17,7 @@ FAIR = 0.08  # share of the seeds in which nothing bad happens
 WIDE, LONG, GREAT = 0.02, 0.02, 0.003  # shares of the seeds with eight shards, with sixteen rollouts, with both
 RESTARTS = 0.12  # share of the others in which the server is restarted, and little else happens
 RIVALS, RIVALS_FROM = 0.1, 4_000_000  # share of those from that seed on: the ones before keep their histories
+ABSENCES, ABSENCES_FROM = 0.1, 5_000_000  # the same of a server that stays away
 CLAIMING = (0.0, 0.5, 1.0)  # shares of a trainer's steps that go by `mutating`
 BREAKING = 0.1  # share of these that raise
 MISSING = 0.04  # share of a trainer's calls that one shard fails to make
@@ -51,6 +52,9 @@ def draw_plan(seed: int) -> Plan:
     rivals = Random(f"{seed} rivals")
     if seed >= RIVALS_FROM and rivals.random() < RIVALS and not any(each.cut for each in plan.replicas):
         return with_rivals(plan, rivals)
+    absences = Random(f"{seed} absences")
+    if seed >= ABSENCES_FROM and (seed < 2 * ABSENCES_FROM or absences.random() < ABSENCES):
+        return with_absences(plan, absences)
     restarts = Random(f"{seed} restarts")
     if restarts.random() < RESTARTS:
         return with_restarts(plan, restarts)

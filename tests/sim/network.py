@@ -86,6 +86,7 @@ class ControlPlane:
         self._former_disk = self._disk
         self._write()
         self.started_at = self.world.now
+        self.cluster.watch.no_server(inf)
         self.connections = {}
         self.world.note("server", f"starts, life {self.lives}")
         self._schedule_tick()
@@ -109,6 +110,7 @@ class ControlPlane:
     def kill_server(self) -> None:
         """Everybody's connection breaks; who is cut off finds out later."""
         self.server = None
+        self.cluster.watch.no_server(self.world.now)
         self.is_paused, self._backlog, self._tick_at = False, [], inf
         self.world.note("server", "is killed")
         for connection in list(self.connections.values()):

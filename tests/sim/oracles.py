@@ -92,7 +92,7 @@ class Oracles:
 
     def serving_stops(self, life: Life, version: Version, *, from_host: bool) -> None:
         """From now on the source may change its memory. No reader may still be able to accept a byte of it."""
-        if not self.conditions.is_one_sided or life.closing <= self.now:
+        if not self.conditions.is_one_sided or life.closing <= self.now or self.truth.is_alone(life):
             return  # a worker that leaves without the server's word takes its memory along
         for reader in self.truth.of_model(life.me.model):
             read, is_trusted = reader.read, reader.clock() < reader.trust_until
@@ -132,6 +132,7 @@ class Oracles:
                 )
         self._waits(life)
         self._keeps(life)
+        self._works_alone(life)
 
     # --- calls, in any weather ----------------------------------------------------------------------------------------
 
@@ -175,12 +176,16 @@ class Oracles:
         for other in self.truth.group(life) if is_of_group else ():
             theirs = other.call
             is_same = theirs is not None and (theirs.number, theirs.verb) == (call.number, call.verb)
+            is_same = is_same and not self.truth.is_alone(life)
             if is_same and (other.held is None or other.held.version != version):
                 self.broken("G8 never run early", f"{life.name} returned {version}, {other.name} has {other.held}")
 
     def group_ended(self, group: GroupCall, outcomes: dict[int, Finished]) -> None:
         """All shards of a replica have returned, or died."""
-        good = {shard: o.version for shard, o in outcomes.items() if o.error is None}
+        made = {shard: group.call_of(life) for shard, life in group.lives.items()}
+        is_alone = any(call is not None and call.is_alone for call in made.values())  # none is told of the other
+        others = [s for s, call in made.items() if is_alone and call is not None and call.verb != group.verb]
+        good = {s: o.version for s, o in outcomes.items() if o.error is None and s not in others}
         bad = {shard: o.error.code for shard, o in outcomes.items() if o.error is not None}
         name = f"{group.verb}({group.spec!r}) of {group.replica}"
         given = dict.fromkeys(good.values())
@@ -270,6 +275,8 @@ class Oracles:
     def gives_up(self, life: Life, version: Version, where: str) -> None:
         """By its own will a worker has a version no longer, in the buffer or in host memory."""
         truth, model = self.truth, life.me.model
+        if truth.is_alone(life):
+            return
         made, is_full = truth.exists(model, version), self.conditions.host_copies <= life.hosted
         if not is_full and life.closing == inf:
             self._gives_up_established(life, version, where)
@@ -429,6 +436,18 @@ class Oracles:
         if is_late and self.truth.weather.is_quiet_but_for_deaths(life.unanswered_since):
             what = f"update of {life.name} waits for version {version}, which no worker has, and holds {call.had}"
             self.broken("G7 keeps what is held", what)
+
+    def _works_alone(self, life: Life) -> None:
+        """A trainer does not wait for a server that has been gone for a lease."""
+        call, gone_since = life.call, self.truth.no_server_since
+        if call is None or call.verb in FILLS or not life.is_writer or not self.conditions.verifies:
+            return
+        began = max(call.began, gone_since)
+        bound_s = (self.settings.lease_s + self.settings.report_s) * (1 + 2 * self.conditions.drift)
+        bound_s += 0.5 + 4 * self.conditions.chunk_s  # it stops to serve, and may copy to host memory
+        if self.now > began + bound_s and self.is_quiet(gone_since, "lives"):
+            what = f"{call.verb} of {life.name} waits since {call.began:.2f}, and no server is there since"
+            self.broken("G7 a trainer works alone", f"{what} {gone_since:.2f}")
 
     def _still_has(self, life: Life, call: Call) -> bool:
         """It is in the same call, and no byte of what that call found there may change yet."""

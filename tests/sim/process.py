@@ -87,7 +87,7 @@ class Process:
         self.hello, self.cut = self._introduce(replica), replica.cut
         self.layout = self._layout("same")
         self.layout_digest = self.layout.digest()
-        self.worker = Worker(me)
+        self.worker = Worker(me, shards=self.hello.shards, may_work_alone=cluster.plan.conditions.verifies)
         self.is_paused = cluster.cuts.is_paused(self)
         cluster.watch.started(self)
         self.run(lambda: self._register(self.layout))

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 
-from .plan import Misfortune, Plan, Replica
+from .plan import Misfortune, Plan, Replica, Step
 
+ABSENCE = 1.2, 4.0  # a server that stays away is gone for so many leases
 LEASE_S = 4.0  # long enough for a few restarts within one
 MAX_DEATHS = 6  # in one history
 UNHEARD = 0.5  # share of the newcomers of whom the others hear nothing until the server dies
@@ -32,6 +33,33 @@ def with_restarts(plan: Plan, chance: Random) -> Plan:
     )
     settings = replace(settings, max_workers=most)
     return replace(plan, settings=settings, replicas=replicas, misfortunes=tuple(sorted(found)))
+
+
+def with_absences(plan: Plan, chance: Random) -> Plan:
+    """The plan with a server that stays away for longer than a lease. Shards may be cut off, or killed, around that."""
+    lease_s = plan.settings.lease_s
+    verifies = chance.random() < 0.9 or plan.conditions.corruption > 0
+    plan = plan.with_conditions(storm_s=max(12.0, 8 * lease_s), calm_s=lease_s * 6 + 8, verifies=verifies)
+    plan = plan.with_conditions(loss=0.0, long_delay=0.0)
+    patient = [replace(each, steps=tuple(_patient(plan, each, chance))) for each in plan.replicas]
+    found, at_s = [], chance.uniform(2.0, 4.0)
+    while at_s < plan.conditions.storm_s:
+        away_s = chance.uniform(*ABSENCE) * lease_s
+        found.append(Misfortune(at_s, "restart-server", "", away_s))
+        if chance.random() < 0.5:
+            away = chance.choice(plan.replicas)
+            worker = f"{away.model}/{away.name}[{chance.randrange(plan.conditions.shards_in(away.cut))}]"
+            kind, begins_s = chance.choice(("cut", "cut", "crash", "pause")), at_s + chance.uniform(-0.5, 1.2) * away_s
+            found.append(Misfortune(max(1.0, begins_s), kind, worker, chance.uniform(0.2, 2.0) * lease_s))
+        at_s += away_s + chance.uniform(0.5, 3.0) * lease_s
+    return replace(plan, replicas=tuple(patient), misfortunes=tuple(sorted(found)))
+
+
+def _patient(plan: Plan, replica: Replica, chance: Random) -> Iterator[Step]:
+    """Trainers have time to wait for a server; now and then not quite."""
+    for step in replica.steps:
+        is_hurried = not replica.is_trainer or chance.random() < 0.05
+        yield step if is_hurried else replace(step, timeout_s=6 * plan.settings.lease_s)
 
 
 def _newcomers(plan: Plan, chance: Random) -> list[Replica]:

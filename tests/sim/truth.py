@@ -21,6 +21,7 @@ Memory = list[int]
 Place = tuple[str, int]  # a model, with its cut if it has several; and a shard
 BAR = "|"  # between a model and a cut
 MAX_PAST = 20  # calls of one process that are remembered
+ALONE = 0.9  # of a lease, however clocks drift
 RECONNECT_S = 2.5  # a new connection stands by then, and something was said on it
 OF_SERVER = ("restart-server", "pause-server")
 OF_DATA = ("unplug", "slow", "stutter")
@@ -84,6 +85,7 @@ class Call:
     outcome: Finished | None = None
     is_cancelled: bool = False
     is_touched: bool = False  # a byte of the registered memory was written
+    is_alone: bool = False  # it has ended when no server had been heard for about a lease
 
     @property
     def error(self) -> Failure | None:
@@ -121,6 +123,8 @@ class Life:
     heard: Report | None = None  # the latest that a server took in
     heard_at: float = -inf
     heard_by: int = 0  # which life of the server; 0 once that has refused it
+    told_at: float = -inf  # when a server's orders last came
+    is_writer: bool = False  # a publish, or a claim, has ended well
     waits_since: float = inf  # it has been ready to read what it needs for so long
     unanswered_since: float = inf  # and in an update to a version that no worker that lives has whole
 
@@ -161,6 +165,7 @@ class Made:
     exists: float = inf  # since when all shards have had it
     server_life: int = 0  # at that time
     is_known: bool = False  # a caller was told by a server that it has it
+    is_alone: bool = False  # no server has let it happen
 
     def root_of(self, place: Place) -> Digest | None:
         """What it is in that shard of its own cut or of another one."""
@@ -239,6 +244,7 @@ class Truth:
         self.made: dict[tuple[str, Version], dict[ReplicaName, Made]] = {}
         self.recut: dict[str, None] = {}  # models of which a worker has registered other tensors than before
         self.server_life = 0
+        self.no_server_since = inf
         self.writers: dict[str, Life] = {}  # the latest of each model that was let publish, or claim a number
 
     @property
@@ -263,6 +269,10 @@ class Truth:
             del self.lives[life.me]
         if life.call is not None:
             life.call.ended = self.now
+
+    def is_alone(self, life: Life) -> bool:
+        """It has heard nothing of a server for about a lease, and may go on without one."""
+        return self.now > life.told_at + ALONE * self.settings.lease_s
 
     def shards_of(self, life: Life) -> int:
         return self.conditions.shards_in(life.cut)
@@ -296,6 +306,8 @@ class Truth:
             helds = [each.held for each in group]
             if all(h is not None and h.version == version and h.root == mine.roots.get(i) for i, h in enumerate(helds)):
                 mine.exists, mine.server_life = self.now, self.server_life
+                if any(map(self.is_alone, group)):
+                    mine.is_alone, mine.server_life = True, 0
 
     def made_as(self, model: str, version: Version) -> list[Made]:
         """What replicas have published under that number."""
@@ -304,7 +316,7 @@ class Truth:
     def exists(self, model: str, version: Version) -> Made | None:
         """The last that came to be under that number: a publish that a server has let happen has the higher epoch."""
         found = [made for made in self.made_as(model, version) if made.exists < inf]
-        return max(found, key=lambda made: made.exists, default=None)
+        return max(found, key=lambda made: (not made.is_alone, made.exists), default=None)
 
     def existing(self, model: str) -> list[Version]:
         """The versions that came to be, newest first."""
@@ -348,6 +360,8 @@ class Truth:
                 if life.call is not None:
                     life.call.is_cancelled = True
                     self._ended(life)
+            case events.Received(Orders()):
+                life.told_at = self.now
             case events.Closing():
                 life.closing = min(life.closing, self.now)
                 life.close_deadline = self.now + event.deadline - life.clock()
@@ -412,11 +426,13 @@ class Truth:
     def _ended(self, life: Life) -> None:
         call = life.call
         assert call is not None
-        call.ended = self.now
+        call.ended, call.is_alone = self.now, self.is_alone(life)
         if call.outcome is not None and call.error is None:
             if call.verb == "unpublish":
                 life.held = None
-            if call.outcome.number and call.outcome.version is not None:
+            life.is_writer |= call.verb == "publish" or call.claim is not None
+            is_told = call.outcome.number and not self.is_alone(life)
+            if is_told and call.outcome.version is not None:
                 for made in self.made_as(life.me.model, call.outcome.version):
                     made.is_known = True
         life.past = [*life.past, call][-MAX_PAST:]

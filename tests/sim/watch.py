@@ -67,6 +67,10 @@ class Watch:
         if not delays or max(delays) > usual_s:
             self.truth.weather.disturbed("messages", self.truth.now + max(delays, default=0.0))
 
+    def no_server(self, since: float) -> None:
+        """The server is killed then; inf: one starts."""
+        self.truth.no_server_since = since
+
     def heard(self, process: "Process", report: Report) -> None:
         """A report arrives at the server, and is taken in."""
         self.truth.server_life = self.cluster.control.lives

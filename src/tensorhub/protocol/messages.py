@@ -291,16 +291,18 @@ class Failure(_Message, frozen=True):
 class Report(_Message, frozen=True, tag="report"):
     """How things are at this worker.
 
-    `number` rises by one with each report. `session` is as the server last named it (0: never). `seen` is the highest
-    orders number ever seen. `ended` is the position of the last call that ended here (`missed`: why it was never made),
-    `finished` that of the last one that ended well. No ticket up to and including `closed` is being read any more.
-    `newest` is the newest version ever heard of, `newest_epoch` its epoch: with them `latest` survives a restart of
-    the server. `writes` is the highest epoch or lease that this worker was given as the writer of its model: of two
-    replicas the one with the higher number is the writer. `failures` are of the current call, newest last. `copies`
-    are in host memory, where `copies_left` more would fit; one that could not be made left `copy_error`. `pins` are
-    the versions to be kept, `prefetch` what to fill a copy with ahead. `closing`: close() was called, and nothing that
-    it holds can be relied on. `stops`: no peer reads from its buffer any more, and it stops serving it. `can_box`:
-    what it registered without boxes are whole tensors, and it takes them as boxes where others need that.
+    `number` rises by one with each report. `session` is as the server last named it (0: never). `seen` is the
+    highest orders number ever seen. `ended` is the position of the last call that ended here (`missed`: why it was
+    never made), `finished` that of the last one that ended well, `alone` that of the last one that ended without
+    the server. A publish that its caller has left without the server goes on as `call` until a server has answered
+    it. No ticket up to and including `closed` is being read any more. `newest` is the newest version ever heard of,
+    `newest_epoch` its epoch: with them `latest` survives a restart of the server. `writes` is the highest epoch or
+    lease that this worker was given as the writer of its model: of two replicas the one with the higher number is
+    the writer. `failures` are of the current call, newest last. `copies` are in host memory, where `copies_left`
+    more would fit; one that could not be made left `copy_error`. `pins` are the versions to be kept, `prefetch`
+    what to fill a copy with ahead. `closing`: close() was called, and nothing that it holds can be relied on.
+    `stops`: no peer reads from its buffer any more, and it stops serving it. `can_box`: what it registered without
+    boxes are whole tensors, and it takes them as boxes where others need that.
     """
 
     number: int
@@ -312,6 +314,7 @@ class Report(_Message, frozen=True, tag="report"):
     call: CallReport | None = None
     ended: int = 0
     finished: int = 0
+    alone: int = 0
     reading: Reading | None = None
     closed: Ticket = Ticket(0)
     newest: Version | None = None
@@ -373,6 +376,7 @@ class Answer(_Message, frozen=True):
 
     `waiting` of a finished one: why an update has kept what was held. Its version is that one, whatever it was before.
     `instead`: its position was over before this shard came to it; if nothing was resolved it goes on there, no error.
+    `alone`: another shard has ended it without the server, and this one ends it by itself, too.
     `epoch`: of a publish, that of its version; of a claim, the number of the writer's lease.
     """
 
@@ -383,6 +387,7 @@ class Answer(_Message, frozen=True):
     waiting: Failure | None = None
     instead: int = 0
     epoch: Number = Number(0)
+    alone: bool = False
 
 
 class Orders(_Message, frozen=True, tag="orders"):

@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
@@ -91,6 +91,7 @@ def _hashed(
 
 
 T = TypeVar("T")
+Prepare = Callable[[Options, WorkerId, int, Registration, bytes, float], Awaitable[Callable[[], TiledVersion]]]
 
 CHUNKS_SHOWN = 3  # of those that several tensors share, in an error
 
@@ -103,6 +104,7 @@ async def hashed(
     held: Known | None,
     metadata: bytes,
     deadline: float,
+    prepare: Prepare = prepare_tiles,
 ) -> Known:
     """Hashes the registered tensors. `held` is what is held already, and is to be the same.
 
@@ -120,7 +122,7 @@ async def hashed(
             raise VersionConflict(text, hint=HELD_HINT)
         return held
     if registration.table is not None:
-        return await by(deadline, what, await prepare_tiles(options, me, shards, registration, metadata, deadline))
+        return await by(deadline, what, await prepare(options, me, shards, registration, metadata, deadline))
     chunk_bytes = options.chunk_bytes if held is None else held.chunk_bytes  # equal bytes have equal roots then
     salt = uuid4().hex
     build = partial(build_manifest, registration, chunk_bytes, verify=options.verify, salt=salt)
@@ -432,6 +434,7 @@ class Client:
         self.call_lock = CallLock(self.me)
         self.suspension = Suspension(self.driver, self.unpublishing, self.call_lock)
         self._closing: asyncio.Task[None] | None = None
+        self._grid: tuple[Digest, Grid, int] | None = None  # of the last publish: the layout, and how it was cut
         self.boxing = Boxing(self)
 
     async def start(self, deadline: float) -> None:
@@ -632,10 +635,30 @@ class Client:
         self._check_usable()  # it may have been closed while masters were compared
         registration = self.driver.data.registration
         assert registration is not None, "why_not_begin had seen a layout"
+        prepare = self._prepare_tiles
         with self.driver.record.timed(HASH):
             if held is None:
                 await self.cast_state.cast(registration, deadline, f"publish of {self.me}")
-            return await hashed(self.options, self.me, self.hello.shards, registration, held, metadata, deadline)
+            shards = self.hello.shards
+            found = await hashed(self.options, self.me, shards, registration, held, metadata, deadline, prepare)
+        if isinstance(found, TiledVersion):
+            self._grid = (registration.layout_digest, found.shard.grid, found.chunk_bytes)
+        return found
+
+    async def _prepare_tiles(
+        self, options: Options, me: WorkerId, shards: int, registration: Registration, metadata: bytes, deadline: float
+    ) -> Callable[[], TiledVersion]:
+        """As `prepare_tiles`; in the tiles of the publish before if the server is gone, and this worker the writer."""
+        worker, loop = self.driver.worker, asyncio.get_running_loop()
+        while self._grid is not None and self._grid[0] == registration.layout_digest:
+            try:
+                async with asyncio.timeout_at(min(deadline, worker.alone_at)):
+                    return await prepare_tiles(options, me, shards, registration, metadata, deadline)
+            except TimeoutError:
+                if loop.time() >= deadline or loop.time() >= worker.alone_at:
+                    _, grid, chunk_bytes = self._grid
+                    return partial(tiled_version, registration, grid, chunk_bytes, metadata=metadata)
+        return await prepare_tiles(options, me, shards, registration, metadata, deadline)
 
     def _metadata_of(self, version: Spec, metadata: bytes | None) -> bytes:
         """The metadata to publish with that version. Raises `VersionConflict` if it is held here with other words."""
@@ -656,9 +679,14 @@ class Client:
         return content.manifest if content is not None and content.version == held else self.driver.data.vacated
 
     async def wait_for(self, spec: Spec, deadline: float) -> Version:
-        """Until the version, or a newer one, exists. Returns what the spec means then."""
+        """Until the version, or a newer one, exists. Returns what the spec means then.
+
+        The server that has said so may have come back just now. The next call of this worker is to reach it as well.
+        """
         self._check_usable()
-        return await wait_for_version(self.options, self.me.model, spec, deadline)
+        version = await wait_for_version(self.options, self.me.model, spec, deadline)
+        await self.driver.until(lambda: self.driver.worker.has_heard, deadline)
+        return version
 
     async def wait_held(self, version: Version, fraction: float, deadline: float) -> tuple[str, ...]:
         """Until that fraction of the other replicas hold the version or a newer one. Returns their names."""

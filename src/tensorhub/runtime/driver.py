@@ -162,7 +162,11 @@ class Driver:
         self.data.copies.pinned_bytes = options.pinned_bytes
         self.data.tiles.covering = Covering(options, self.me, hello.shards)
         self.worker = Worker(
-            self.me, received_bytes=self.data.received.by_replica, cross_site_bytes=self.data.received.cross_site
+            self.me,
+            received_bytes=self.data.received.by_replica,
+            cross_site_bytes=self.data.received.cross_site,
+            shards=hello.shards,
+            may_work_alone=options.verify != "none" or hello.revocable,
         )
         self.connection = Connection(options.server, hello, self._on_connection)
         self.broken: InvariantViolation | None = None

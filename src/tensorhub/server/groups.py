@@ -16,6 +16,7 @@ Its siblings may have ended calls of which it has not heard, so that number can 
   wrong (`GroupMismatch`); else one of them was put there, and all may try again (`GroupIncomplete`).
 - A shard that was in a call with others, or waited for them, when it failed hears so. A shard that waited for one that
   had already been past it has come late.
+- A shard may end a call without the server. The others end the calls up to that position by themselves, too.
 - A shard that could not make its call leaves all that were in theirs by then, also one that has come to a position that
   is over and is on its way to the next one: those hear so too, and do not wait there for that shard once more.
 """
@@ -56,7 +57,7 @@ class GroupCall:
     doubted: Number = Number(0)  # a shard that has heard higher numbers has heard of those two
     is_finished: bool = False
     error: Failure | None = None
-    is_over: bool = False  # it is finished, or has an error
+    is_over: bool = False  # it is finished, or has an error, or each shard ends it by itself
     is_resolved_here: bool = False  # by this life of the server
     epoch: Number = Number(0)  # of a publish that is resolved; of a claim: the number of the writer's lease
     waiting: Failure | None = None  # what it awaits; once it is finished, why an update kept what was held
@@ -137,6 +138,7 @@ class Replica:
     former: GroupCall | None = None  # a member may not have heard yet how it ended
     ended: int = 0  # highest position that ended anywhere
     finished: int = 0  # highest position that ended well
+    alone: int = 0  # highest position that a shard has ended without the server
     missed: tuple[Shard, Failure] | None = None  # the shard that never made its last call, and why
     bereft: dict[Shard, Failure] = field(
         default_factory=dict
@@ -165,17 +167,23 @@ class Replica:
         seen: int = ALL,
         missed: Failure | None = None,
         held: Version | None = None,
+        alone: int = 0,
     ) -> None:
         """One shard's caller has got its answer for the calls up to `ended`. `seen`: the highest number heard.
 
         `held`: what it has since. A server before this one may have answered another version than this one did.
         `missed`: why the last of them was never made. It belongs to the call that the others are in there all the same.
+        `alone`: the last call that it has ended without the server.
         """
         call = self.call
         if ended > self.ended:
             self.missed = (shard, missed.bounded()) if missed is not None else None
         self.ended, self.finished = max(self.ended, ended), max(self.finished, finished)
+        self.alone = max(self.alone, alone)
         if call is None or call.is_over or call.number > ended:
+            return
+        if call.number <= self.alone:
+            call.is_over, call.differing, call.pending = True, {}, {}
             return
         if finished == call.number and call.is_inherited and (not call.is_resolved_here or call.version == held):
             call.finish()  # as a server before this one had said
@@ -214,6 +222,8 @@ class Replica:
         """
         self.publishes |= reported.verb == "publish" or reported.claim is not None
         current = self.call
+        if reported.number <= self.alone:
+            return
         if current is None or reported.number > current.number:
             if current is not None:
                 text = f"shard {shard} of {self.name} went on before {current} had ended"
@@ -283,6 +293,8 @@ class Replica:
         `is_whole`: all shards that may have ended a call have said so.
         """
         call = self.find(reported.number)
+        if reported.number <= self.alone and (call is None or not call.is_finished):
+            return Answer(reported.number, alone=True)
         if call is None or self._is_late(shard, call, reported):
             return self._answer_late(shard, reported, call, is_whole)
         error = call.error.bounded() if call.error is not None else None

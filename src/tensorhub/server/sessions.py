@@ -366,8 +366,8 @@ def take_call(state: State, replica: Replica, member: Member, before: Report) ->
     former = replica.call
     was_over, was_ended = former is None or former.is_over, replica.ended
     held = report.buffer.version if isinstance(report.buffer, Holding) else None
-    ended, seen, missed = (report.ended, report.finished), report.seen, report.missed
-    replica.note_ended(member.shard, *ended, seen=seen, missed=missed, held=held)
+    ended, seen, missed, alone = (report.ended, report.finished), report.seen, report.missed, report.alone
+    replica.note_ended(member.shard, *ended, seen=seen, missed=missed, held=held, alone=alone)
     if report.call is None or report.ended != before.ended:
         replica.bereft.pop(member.shard, None)  # the call that another could not make is over here
     is_listening = state.models[member.hello.model].is_listening
@@ -536,7 +536,7 @@ def _is_same_beside(report: Report, before: Report) -> bool:
     """Both reports agree in all fields except the buffer and the read."""
     return (
         report.call == before.call
-        and (report.ended, report.finished) == (before.ended, before.finished)
+        and (report.ended, report.finished, report.alone) == (before.ended, before.finished, before.alone)
         and _is_same_else(report, before)
     )
 

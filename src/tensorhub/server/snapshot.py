@@ -257,7 +257,7 @@ def _replica(state: State, model: Model, replica: Replica) -> ReplicaView:
     call, view = replica.call, None
     reasons = stalls.reasons_of(state, model, replica)
     if call is not None:
-        stage = "finished" if call.is_finished else "failed" if call.error is not None else "running"
+        stage = "failed" if call.error is not None else "finished" if call.is_over else "running"
         if stage == "running" and call.waiting is not None:
             stage = "waiting"
         over = call.error or call.waiting

@@ -1,8 +1,9 @@
-"""Steps of a call: what is refused, how it ends by its deadline, and how a worker leaves."""
+"""Steps of a call: what is refused, how it ends by its deadline or without the server, and how a worker leaves."""
 
 from collections.abc import Iterator
+from math import inf
 
-from ..protocol.errors import SPOILED, SPOILED_HINT, UsageError
+from ..protocol.errors import HIGHER, SPOILED, SPOILED_HINT, UsageError
 from ..protocol.messages import (
     PREFETCHED,
     VERBS,
@@ -29,9 +30,10 @@ def why_not_begin(worker: WorkerState, event: Called) -> Failure | None:
     """The caller's mistake, if the call is one."""
     if worker.departure is not None:
         return Failure("closed", f"{worker.me} was closed", "open it again")
-    if worker.call is not None:
+    under_way = worker.next_call or worker.call
+    if under_way is not None and not under_way.is_returned:
         hint = "one call at a time on one Weights: wait for the first"
-        return Failure("usage", f"{event.verb} on {worker.me} while its {worker.call} has not ended", hint)
+        return Failure("usage", f"{event.verb} on {worker.me} while its {under_way} has not ended", hint)
     if worker.refusal is not None and worker.refusal.retry_s <= 0:
         return Failure(worker.refusal.code, worker.refusal.message, worker.refusal.hint)
     if worker.layout is None:
@@ -154,21 +156,42 @@ def take(worker: WorkerState, event: events.Called) -> None:
     if wrong is not None:
         worker.want(events.Finished(0, error=wrong))
         return
-    worker.call = Call(event.verb, event.spec, event.root, worker.now, event.deadline, event.claim)
-    worker.call.floor = worker.memory.held if event.verb == "update" else None
-    worker.missed = event.missed
-    worker.call.waits, worker.call.metadata, worker.call.grid = event.waits, event.metadata, event.grid
-    worker.call.former, worker.call.hash_s = event.former, event.hash_s
+    call = Call(event.verb, event.spec, event.root, worker.now, event.deadline, event.claim)
+    call.floor = worker.memory.held if event.verb == "update" else None
+    call.waits, call.metadata, call.grid = event.waits, event.metadata, event.grid
+    call.former, call.hash_s = event.former, event.hash_s
+    worker.note(f"called {event.verb} {event.spec}")
+    if worker.call is not None and event.missed is not None:
+        _leave_returned(worker, worker.call)
+    if worker.call is not None:
+        worker.next_call = call
+        return
+    worker.call, worker.missed = call, event.missed
     worker.slot.forget_failures()
     worker.copies.new_call()
-    worker.note(f"called {event.verb} {event.spec}")
 
 
 def advance(worker: WorkerState) -> None:
     """Take the step of the call that how things are now allows."""
-    call = worker.call
-    if call is None:
-        return
+    following = worker.next_call
+    if worker.call is not None:
+        _advance(worker, worker.call)
+    if following is not None and worker.call is following:
+        _advance(worker, following)
+    elif following is not None and worker.now >= following.deadline:
+        worker.next_call = None
+        worker.want(events.Finished(0, error=deadline_failure(worker, following)))
+
+
+def cancel(worker: WorkerState) -> None:
+    """The caller does not wait for its call any more."""
+    if worker.next_call is not None:
+        worker.next_call = None
+    elif worker.call is not None and not worker.call.is_returned:
+        end_badly(worker)
+
+
+def _advance(worker: WorkerState, call: Call) -> None:
     if call.number is None and (worker.ended or worker.position is not None):
         call.number = _last_position(worker) + 1
     answer, is_late = call.answer, worker.now >= call.deadline
@@ -180,6 +203,8 @@ def advance(worker: WorkerState) -> None:
         _end_well(worker, call)
     elif call.hopeless is not None:
         fail(worker, call.hopeless)
+    elif _may_go_alone(worker, call) and _go_alone(worker, call):
+        pass
     elif is_late:
         fail(worker, deadline_failure(worker, call))
     else:
@@ -199,7 +224,7 @@ def _advance_buffer(worker: WorkerState, call: Call) -> None:
         reads.hurry(worker)
     if call.fills:
         reads.begin(worker, call)
-    elif call.verb == "unpublish" and isinstance(worker.buffer, Holding) and call.may_withdraw:
+    elif call.verb == "unpublish" and isinstance(worker.buffer, Holding) and may_withdraw(worker, call):
         reads.withdraw(worker)
     elif call.verb == "publish" and call.resolved is not None:
         _publish(worker, call, call.resolved)
@@ -235,7 +260,13 @@ def fail(worker: WorkerState, failure: Failure) -> None:
     call = worker.call
     assert call is not None
     worker.note(f"{call.verb} {call.spec} failed: {failure.code}: {failure.message}")
-    worker.want(events.Finished(call.number or 0, error=failure))
+    if not call.is_returned:
+        worker.want(events.Finished(call.number or 0, error=failure))
+    elif failure.code != "closed":
+        text = f"version {call.spec}, which {worker.me} published without the reference server, is no version"
+        worker.want(events.Warn(f"{text}: {failure.code}: {failure.message} ({failure.hint})"))
+        if failure.code == "version-conflict" and isinstance(worker.buffer, Holding):
+            worker.memory.disown(next_report=worker.next_report)
     end_badly(worker)
 
 
@@ -265,7 +296,8 @@ def _end_well(worker: WorkerState, call: Call) -> None:
         worker.note(f"{call} ended: {kept.message}")
         worker.want(events.Warn(f"{kept.message} ({kept.hint})"))
     worker.kept = kept
-    worker.want(events.Finished(call.number or 0, version=worker.memory.held))
+    if not call.is_returned:
+        worker.want(events.Finished(call.number or 0, version=worker.memory.held))
     if isinstance(worker.buffer, Filling):  # no server may say so before it has heard that the version is held
         _give_up_fill(worker)
 
@@ -278,8 +310,11 @@ def _call_again(worker: WorkerState, call: Call) -> None:
 
 
 def _end(worker: WorkerState, call: Call) -> None:
-    worker.call = None
+    worker.call, worker.next_call = worker.next_call, None
     worker.slot.forget_failures()
+    if call.is_returned:
+        worker.missed = worker.made_alone = None
+        worker.copies.new_call()
     if call.number is not None:
         worker.ended = call.number
 
@@ -304,6 +339,137 @@ def take_superseded(worker: WorkerState, epoch: Number) -> None:
         fail(worker, Failure("version-conflict", text, hint))
 
 
+# --- without the server -----------------------------------------------------------------------------------------------
+#
+# When the server has said nothing for a lease, no reader trusts a read that it has granted. Then a writer's `unpublish`
+# and `publish` end without it, and an update keeps what is held. Each shard decides so by itself. The server learns it
+# from the next report, and has the other shards end the calls up to that position by themselves, too. What is published
+# is still to be judged, so the call of the publish goes on when its caller has left it, until the server has answered
+# it or the caller unpublishes without the server.
+
+
+def may_withdraw(worker: WorkerState, call: Call) -> bool:
+    """The server has granted what an unpublish claims, or is not asked."""
+    return call.may_withdraw or _may_go_alone(worker, call)
+
+
+def _may_go_alone(worker: WorkerState, call: Call) -> bool:
+    """The call ends without the server."""
+    if call.number is None or not (worker.is_alone or call.is_answered_alone):
+        return False
+    return call.fills or call.is_answered_alone or worker.writes > 0
+
+
+def _go_alone(worker: WorkerState, call: Call) -> bool:
+    """Take the next step without the server. False: the call waits, as it does with one."""
+    if call.is_returned:
+        if worker.next_call is None and not call.is_answered_alone:
+            return False
+        _leave_returned(worker, call)
+        return True
+    if call.fills:
+        return _keep_alone(worker, call)
+    wrong = _why_not_alone(worker, call)
+    if wrong is not None:
+        fail(worker, wrong)
+        return True
+    return _publish_alone(worker, call) if call.verb == "publish" else _unpublish_alone(worker, call)
+
+
+def _why_not_alone(worker: WorkerState, call: Call) -> Failure | None:
+    """Why the number cannot be published, as far as is known here."""
+    known = [each for each in (worker.newest, worker.made_alone) if each is not None]
+    version = call.claim if call.claim is not None else call.spec if call.verb == "publish" else None
+    is_again = call.verb == "publish" and version == worker.memory.held
+    if not isinstance(version, int) or is_again or call.resolved is not None:
+        return None
+    if known and version <= max(known):
+        text = f"version {version} of {worker.me.model} is not higher than the newest, {max(known)}"
+        return Failure("version-conflict", text, f"versions only rise: {HIGHER}")
+    if call.claim is not None and isinstance(worker.buffer, Poisoned):
+        return Failure("usage", f"{worker.me} is {SPOILED}", SPOILED_HINT)
+    return None
+
+
+def _unpublish_alone(worker: WorkerState, call: Call) -> bool:
+    """Cut the readers off: none trusts what it reads here. One that does has its source's digests."""
+    if isinstance(worker.buffer, Holding):
+        reads.withdraw(worker)
+    if worker.memory.serving is not None:
+        if worker.now >= call.impatient_at:
+            reads.hurry(worker)
+        if worker.copies.copying is None and (worker.is_alone or worker.now >= call.impatient_at):
+            worker.want(worker.memory.stop_serving())
+        return worker.now < call.deadline
+    if isinstance(worker.buffer, Vacated):
+        worker.memory.let_go()
+    _end_alone(worker, call)
+    worker.want(events.Finished(call.number or 0))
+    return True
+
+
+def _publish_alone(worker: WorkerState, call: Call) -> bool:
+    """The caller has its version. The call goes on until the server has judged it."""
+    version = Version(int(call.spec))
+    if _is_free(worker):
+        _publish(worker, call, version)
+    if not isinstance(worker.buffer, Holding) or worker.buffer.version != version:
+        return False
+    worker.want(events.Finished(call.number or 0, version=version))
+    if call.is_answered_alone:
+        _end_alone(worker, call)
+        return True
+    worker.note(f"returns from {call} without the server")
+    call.is_returned, call.deadline, worker.made_alone = True, inf, version
+    _say_alone(worker)
+    return True
+
+
+def _keep_alone(worker: WorkerState, call: Call) -> bool:
+    """An update ends with what is held.
+
+    All shards of a replica hold the same if the call before this one has ended well, and none has a newer one yet.
+    """
+    memory, held = worker.memory, worker.memory.held
+    is_one = worker.shards == 1 or (worker.finished == worker.ended and call.resolved in (None, call.floor))
+    may_keep = call.verb == "update" and not isinstance(call.spec, int) and is_one
+    if may_keep and held is not None and not worker.slot.may_write and not memory.is_stopping:
+        if worker.slot.is_into_buffer:
+            worker.slot.give_up("the server is gone")
+        _end_alone(worker, call)
+        reads.hold_on(worker)
+        reads.take_back(worker)
+        worker.want(events.Finished(call.number or 0, version=held))
+        return True
+    if call.is_answered_alone and not (may_keep and held is not None):
+        text = f"another shard of {worker.me.replica} went on without the reference server at {call}"
+        fail(worker, Failure("group-incomplete", text, "retry on all shards"))
+        return True
+    return False
+
+
+def _leave_returned(worker: WorkerState, call: Call) -> None:
+    """The publish will never be judged: its caller goes on without the server, or another shard did."""
+    version = worker.made_alone
+    _end_alone(worker, call)
+    worker.made_alone = version
+
+
+def _end_alone(worker: WorkerState, call: Call) -> None:
+    worker.note(f"{call} ended without the server")
+    _end(worker, call)
+    worker.finished = worker.ended_alone = worker.ended
+    _say_alone(worker)
+
+
+def _say_alone(worker: WorkerState) -> None:
+    if worker.is_alone and not worker.says_alone:
+        worker.says_alone = True
+        silent_s = worker.now - worker.heard_at
+        text = f"{worker.me} goes on without the reference server, which has said nothing for {silent_s:.0f} s"
+        worker.want(events.Warn(text))
+
+
 # --- leaving ----------------------------------------------------------------------------------------------------------
 
 
@@ -311,7 +477,7 @@ def begin(worker: WorkerState, deadline: float) -> None:
     """The caller wants to leave by then."""
     if worker.departure is None:
         worker.departure = Departure(worker.now, deadline)
-        if worker.call is not None:
+        while worker.call is not None:
             text = f"{worker.me} was closed during {worker.call.verb}"
             fail(worker, Failure("closed", text))
 

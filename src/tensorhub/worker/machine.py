@@ -49,6 +49,7 @@ def report_of(worker: WorkerState) -> Report:
         call=worker.call.for_report() if worker.call is not None else None,
         ended=worker.ended,
         finished=worker.finished,
+        alone=worker.ended_alone,
         missed=worker.missed,
         reading=worker.reading,
         read=worker.slot.done,
@@ -78,7 +79,7 @@ def take(worker: WorkerState, orders: Orders) -> None:
     if orders.number <= worker.seen or not worker.book.is_current(orders.acknowledged):
         return
     worker.seen, worker.session, worker.position = orders.number, orders.session, orders.position
-    worker.has_heard = True
+    worker.has_heard, worker.heard_at, worker.says_alone = True, worker.now, False
     worker.book.every_s, worker.patience_s = orders.report_s, orders.lease_s + orders.report_s
     sent_at = worker.book.acknowledge(orders.acknowledged)
     if sent_at is not None:
@@ -103,8 +104,11 @@ def take(worker: WorkerState, orders: Orders) -> None:
 def take_refusal(worker: WorkerState, refusal: Refusal) -> None:
     """The server does not talk to this worker: for good, or for now."""
     worker.refusal = refusal
-    if refusal.retry_s <= 0 and worker.call is not None:
+    while refusal.retry_s <= 0 and worker.call is not None:
         calls.fail(worker, Failure(refusal.code, refusal.message, refusal.hint))
+
+
+LATE = 0.5  # of the time between two reports: to be called later than that is a pause of this process
 
 
 # --- the machine ------------------------------------------------------------------------------------------------------
@@ -119,15 +123,24 @@ class Worker:
         *,
         received_bytes: dict[str, int] | None = None,
         cross_site_bytes: dict[int, int] | None = None,
+        shards: int = 1,
+        may_work_alone: bool = True,
     ) -> None:
-        """The shell counts in these tables what was received; reports say what stands in them."""
+        """The shell counts in these tables what was received; reports say what stands in them.
+
+        `shards`: of its replica. `may_work_alone`: readers of what is published here compare digests, so that
+        its caller need not wait for a server that is gone.
+        """
         received = received_bytes if received_bytes is not None else {}
         crossed = cross_site_bytes if cross_site_bytes is not None else {}
-        self.state = WorkerState(me, received, crossed)
+        self.state = WorkerState(me, received, crossed, shards=shards, may_work_alone=may_work_alone)
 
     def handle(self, event: events.Event, *, now: float) -> list[events.Effect]:
         """Take in one event; return what is to be done, in order. `now` never goes back."""
         worker = self.state
+        late_s = now - self.next_deadline()
+        if worker.connected and late_s > LATE * worker.book.every_s:
+            worker.heard_at += late_s  # this process stood still: what the server has said is still to be taken in
         worker.now, worker.effects = now, []
         worker.is_urgent |= worker.slot.lapse(now)
         self._take(event)
@@ -145,6 +158,10 @@ class Worker:
         call, departure = worker.call, worker.departure
         if call is not None:
             times.append(call.deadline)
+            if worker.next_call is not None:
+                times.append(worker.next_call.deadline)
+            if not worker.is_alone:
+                times.append(worker.alone_at)
             if call.awaits_shard is not None and not call.is_delayed:
                 times.append(call.started + worker.patience_s)
             if isinstance(worker.buffer, Withdrawing) and not worker.buffer.impatient:
@@ -203,9 +220,14 @@ class Worker:
 
     @property
     def is_withdrawing(self) -> bool:
-        """The caller's unpublish goes on: the server knows of it, and has granted what it claims."""
+        """The caller's unpublish goes on: the server has granted what it claims, or is gone."""
         call = self.state.call
-        return call is not None and call.verb == "unpublish" and call.may_withdraw
+        return call is not None and call.verb == "unpublish" and calls.may_withdraw(self.state, call)
+
+    @property
+    def alone_at(self) -> float:
+        """When a writer goes on without the server, if that says nothing until then."""
+        return self.state.alone_at if self.state.writes else inf
 
     @property
     def is_to_box(self) -> bool:
@@ -225,6 +247,11 @@ class Worker:
     @property
     def connected(self) -> bool:
         return self.state.connected
+
+    @property
+    def has_heard(self) -> bool:
+        """The server has answered on the present connection."""
+        return self.state.has_heard
 
     @property
     def session(self) -> Number:
@@ -280,8 +307,7 @@ class Worker:
             case events.Called():
                 calls.take(worker, event)
             case events.Cancelled():
-                if worker.call is not None:
-                    calls.end_badly(worker)
+                calls.cancel(worker)
             case events.Closing(deadline=deadline):
                 calls.begin(worker, deadline)
             case events.ReadOpened(ticket=ticket, root=root):

@@ -149,6 +149,7 @@ class Call:
     opened: Version | None = None  # some source had this version, and its manifest is here
     hopeless: Failure | None = None  # why no source, and no host copy, can help this worker
     is_delayed: bool = False  # the caller was told why it waits so long
+    is_returned: bool = False  # of a publish: its caller has left it without the server, which is to hear of it
     waits: bool = False  # of a replicate: for a number that is not published yet
     metadata: Digest = Digest("")  # of a publish
     grid: Digest = Digest("")  # the same
@@ -182,6 +183,11 @@ class Call:
         return self.number is not None and (self.claim is None or self.resolved is not None)
 
     @property
+    def is_answered_alone(self) -> bool:
+        """Another shard of the replica has ended it without the server."""
+        return self.answer is not None and self.answer.alone
+
+    @property
     def is_called_again(self) -> bool:
         """Its version was lost, and what it names may be another version by now: the worker makes the call once more.
 
@@ -195,7 +201,7 @@ class Call:
         """The server has answered. Returns whether it has just said which version it is."""
         if answer is None or answer.number != self.number:
             return False
-        if answer.instead > answer.number and self.resolved is None:
+        if answer.instead > answer.number and self.resolved is None and not self.is_returned:
             self.number, self.answer = answer.instead, None
             return False
         self.answer = answer
@@ -266,14 +272,21 @@ class WorkerState:
     # what its caller wants
     layout: Registered | None = None
     call: Call | None = None
+    next_call: Call | None = None  # made while `call`, a publish that was returned from, is still to be heard of
     departure: Departure | None = None
     writes: Number = Number(0)  # the highest epoch or lease that it was given as the writer of its model
     ended: int = 0  # position of the last call that ended here
     finished: int = 0  # and of the last one that ended well
+    ended_alone: int = 0  # and of the last one that ended without the server
+    made_alone: Version | None = None  # published without the server, which has not judged it yet
     missed: Failure | None = None  # why the last one was never made
     kept: Failure | None = None  # why the last one, an update, has kept what was held; it is said once
 
     # what it knows from the server
+    shards: int = 1  # of its replica
+    may_work_alone: bool = True  # readers refuse what is overwritten while they read it
+    heard_at: float = inf  # when it last took orders in; a pause of this process does not count
+    says_alone: bool = False  # it was logged that it goes on without the server
     connected: bool = False
     has_heard: bool = False  # orders came on this connection
     alone_since: float = -inf  # when the last connection broke on which some came
@@ -318,6 +331,20 @@ class WorkerState:
     def next_report(self) -> int:
         """The number of the first report that says what is decided now."""
         return self.book.number + 1
+
+    @property
+    def alone_at(self) -> float:
+        """When no worker trusts any more what a server has granted that has said nothing since.
+
+        A reader trusts a read for less than a lease after a report that the server has answered. Such a report may have
+        come until this worker's next one went unanswered.
+        """
+        return self.heard_at + self.patience_s if self.may_work_alone else inf
+
+    @property
+    def is_alone(self) -> bool:
+        """The server has been gone for so long that this worker may go on without it."""
+        return self.now >= self.alone_at
 
     @property
     def is_untouched(self) -> bool:
