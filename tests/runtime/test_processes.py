@@ -86,6 +86,7 @@ def test_a_killed_server_comes_back_and_learns_everything_from_the_workers(serve
     waiting.join()
     with trainer.mutating(version=8, timeout=10):
         source += 1
+    assert reader.wait_for(8, timeout=10) == 8  # which was published without the server, if it was away for so long
     assert reader.update("latest", timeout=10) == 8
     assert (target == source).all()
     trainer.unpublish(timeout=10)
