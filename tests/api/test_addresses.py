@@ -4,7 +4,9 @@ import ast
 import logging
 import subprocess
 import sys
+from functools import partial
 
+import numpy as np
 import pytest
 
 import tensorhub
@@ -26,6 +28,32 @@ def test_all_addresses_of_a_source_are_used(join, caplog) -> None:
     late, array = join("late", size=5_000_000, transports="tcp")
     assert late.replicate() == 1, "from a rollout, at one of its addresses or both"
     assert (array == 3.0).all()
+
+
+def test_the_next_address_is_tried_when_a_server_does_not_answer() -> None:
+    with tensorhub.serve(lease_s=1, report_s=0.2) as first:
+        second = tensorhub.serve(lease_s=1, report_s=0.2)
+        second.close()
+        port = int(second.address.rpartition(":")[2])
+        named = f"127.0.0.1:9,{first.address},{second.address}"
+        trainer = tensorhub.open("m", replica="t", server=named)
+        trainer.register({"w": np.zeros(4)})
+        trainer.publish(1)
+        assert tensorhub.connect(named).next_version("m") == 2
+    with tensorhub.serve(port=port, lease_s=1, report_s=0.2):
+        trainer.unpublish()
+        trainer.publish(2)
+        with tensorhub.open("m", replica="r", server=named) as rollout:
+            rollout.register({"w": np.ones(4)})
+            assert rollout.wait_for(2) == 2
+            assert rollout.replicate() == 2
+        trainer.close()
+    for ask in (
+        tensorhub.connect(named, timeout=1).models,
+        partial(tensorhub.open, "m", replica="r", server=named, timeout=1),
+    ):
+        with pytest.raises(tensorhub.ServerUnreachable, match=f"no reference server at {named}"):
+            ask()
 
 
 LINK_LOCAL = """

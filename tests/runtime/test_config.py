@@ -83,6 +83,7 @@ def test_an_empty_variable_is_none():
         ("[::1]:8", "[::1]:8"),
         ("[fe80::1%eth0]:8", "[fe80::1%eth0]:8"),
         ("http://[fe80::1%25eth0]", "[fe80::1%eth0]:7450"),
+        ("a:1, b ,http://[::1]:8/,a:1", "a:1,b:7450,[::1]:8"),
     ],
 )
 def test_ways_to_write_an_address(given, address):
@@ -105,7 +106,7 @@ def test_an_address_without_its_brackets_is_refused_with_them(given, meant):
 
 
 BAD = {
-    "server": ["", "  ", "http://", "ftp://x:1", "a:b", "x:99999", "x:1/path", "http://[x", "a b:1"],
+    "server": ["", "  ", "http://", "ftp://x:1", "a:b", "x:99999", "x:1/path", "http://[x", "a b:1", "a:1,", "a,b:x"],
     "chunk_bytes": ["0", "-1", "4 parsecs", "2GiB", "1e6", ""],
     "verify": ["maybe", "FULL"],
     "timeout_s": ["0", "-1", "nan", "inf", "soon", "1e99"],
@@ -149,6 +150,7 @@ def test_a_token_that_is_refused_is_not_shown():
         "http://head:7450/?token=s3cret",
         "http://head:7450/#s3cret",
         "http://head?s3cret",
+        "user:s3cret,s3cret@head",
     ],
 )
 def test_a_token_inside_an_address_is_not_shown(server):

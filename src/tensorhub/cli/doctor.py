@@ -35,7 +35,7 @@ from ..memory.rates import bare_copy, best, device_ways, for_device, on_device, 
 from ..memory.streams import core_count
 from ..protocol.errors import TensorHubError, UsageError
 from ..protocol.names import Digest
-from ..runtime.config import options_without_token, parse_address, worker_options
+from ..runtime.config import options_without_token, parse_addresses, worker_options
 from ..runtime.opening import has_kernels, make_transport
 from ..transport import sealed
 from ..transport.base import PREFERENCE, ByteStream, Export, Progress, Transport, read_to_end
@@ -211,7 +211,7 @@ def check_server(address: str, token: str = "", *, named_by: str = "", deadline_
     shown = {"TENSORHUB_TOKEN": token, "TENSORHUB_TOKEN_FILE": "", "TENSORHUB_INSECURE": ""} if token else {}
     origin = f" (the address is from {named_by})" if named_by else ""
     try:
-        address = parse_address(address, "server")
+        address = parse_addresses(address, "server")
     except UsageError as error:
         return Check("reference server", "bad", f"{error}{origin}", error.hint or "")
     found = _asked("server", address, deadline_s=deadline_s, environ=shown)

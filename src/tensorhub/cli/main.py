@@ -21,7 +21,10 @@ NO_TYPE = ""  # of a switch: "<bool>" behind it in the help looks as if it took 
 PATIENCE_S = 5.0  # people wait; the status of 20,000 workers takes about one second
 
 ServerOption = Annotated[
-    str, typer.Option("--server", envvar="TENSORHUB_SERVER", help="The reference server, host:port.")
+    str,
+    typer.Option(
+        "--server", envvar="TENSORHUB_SERVER", help="The reference server, host:port; several: a:7450,b:7450."
+    ),
 ]
 TokenFileOption = Annotated[
     str,
@@ -221,9 +224,7 @@ def doctor(
     context: typer.Context,
     server: Annotated[
         str | None,
-        typer.Option(
-            "--server", envvar="TENSORHUB_SERVER", help="Also ask this reference server, host:port.", show_default=False
-        ),
+        typer.Option("--server", envvar="TENSORHUB_SERVER", help="Also ask this reference server.", show_default=False),
     ] = None,
     token_file: TokenFileOption = "",
     as_json: JsonOption = False,

@@ -230,6 +230,19 @@ def parse_address(value: object, what: str) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+MAX_ADDRESSES = 8  # of one reference server and those that stand by
+
+
+def parse_addresses(value: object, what: str) -> str:
+    """Several addresses with commas between them, in the order in which they are tried, or one."""
+    text = parse_text(value, what)
+    texts = [text] if _SECRET_PART.search(text) else [each.strip() for each in text.split(",")]
+    found = dict.fromkeys(parse_address(each, what) for each in texts)
+    if len(found) > MAX_ADDRESSES:
+        raise UsageError(f"{what} names {len(found)} addresses, and {MAX_ADDRESSES} are the most")
+    return ",".join(found)
+
+
 def _bracketed(text: str) -> str:
     """An IPv6 address without brackets, perhaps with a port, as it is to be given; empty for all else."""
     host, _, port = text.rpartition(":")
@@ -391,7 +404,9 @@ def _option(default: T, parse: Callable[[object, str], T], text: str, *, is_secr
 class Options:
     """Settings of one worker. The variable of a setting is TENSORHUB_ and its name in capitals."""
 
-    server: str = _option("127.0.0.1:7450", parse_address, "the reference server: host:port")
+    server: str = _option(
+        "127.0.0.1:7450", parse_addresses, "the reference server: host:port; several: `a:7450,b:7450`, tried in order"
+    )
     token: str = _option(
         "", parse_token, "shared secret of servers and workers; empty: that of the state directory", is_secret=True
     )

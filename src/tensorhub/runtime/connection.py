@@ -287,7 +287,9 @@ class Connection:
     """A worker's connection to the server. `run` is its whole life; `send` may be called at any time, in the loop."""
 
     def __init__(self, address: str, hello: Hello, on_event: Callable[[ConnectionEvent], None]) -> None:
-        self.address = address
+        self.address = address  # all of them, with commas
+        self._addresses = address.split(",")
+        self._at = 0  # which of them is tried, or has answered
         self.why = "it does not answer"  # what was wrong when it was last tried, for the caller's error
         self.is_connected = False
         self.connects = 0
@@ -311,6 +313,11 @@ class Connection:
         self._report = message
         self._has_mail.set()
 
+    @property
+    def _answering(self) -> str:
+        """The address that is tried, or has answered."""
+        return self._addresses[self._at]
+
     def _asked(self, wanted: LayoutWanted) -> None:
         """If other tensors were registered meanwhile, the next report names theirs."""
         if self._layout is not None and self._layout.digest() == wanted.layout:
@@ -318,8 +325,11 @@ class Connection:
             self._has_mail.set()
 
     async def run(self) -> None:
-        """Connect and connect again, until refused for good or cancelled."""
-        attempt, broken_at, now = 0, -inf, asyncio.get_running_loop().time
+        """Connect and connect again, until refused for good or cancelled.
+
+        Addresses are tried in order, from the one that answered last, with a pause when all of them have failed.
+        """
+        attempt, tried, broken_at, now = 0, 0, -inf, asyncio.get_running_loop().time
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         async with http_session(timeout=timeout) as http:
             while True:
@@ -328,18 +338,24 @@ class Connection:
                     async with asyncio.timeout(_patience_s()):
                         socket = await self._connect(http)
                 except (aiohttp.ClientError, OSError, ValueError, TimeoutError) as error:
-                    self._note_failure(error)
+                    self._note_failure(error, is_last=tried + 1 == len(self._addresses))
                 else:
                     refusal, has_heard = await self._converse(socket)
                 if refusal is not None and refusal.retry_s <= 0:
                     return
+                if not has_heard:
+                    tried += 1
+                    self._at = (self._at + 1) % len(self._addresses)
+                    if tried < len(self._addresses):
+                        continue
+                tried = 0
                 attempt, broken_at = (0, now()) if has_heard else (attempt + 1, broken_at)
                 delay_s = retry_delay_s(attempt, random.random(), broken_s=now() - broken_at)
                 await asyncio.sleep(max(delay_s, refusal.retry_s if refusal is not None else 0.0))
 
     async def _connect(self, http: aiohttp.ClientSession) -> aiohttp.ClientWebSocketResponse:
         socket = await http.ws_connect(
-            f"http://{self.address}/v1/session",
+            f"http://{self._answering}/v1/session",
             max_msg_size=MAX_MESSAGE_BYTES,
             timeout=aiohttp.ClientWSTimeout(ws_close=1.0),
         )
@@ -347,12 +363,12 @@ class Connection:
         await socket.send_bytes(encode(self._hello))
         return socket
 
-    def _note_failure(self, error: Exception) -> None:
-        """Logs once that the server is away, until there is a session again."""
+    def _note_failure(self, error: Exception, *, is_last: bool = True) -> None:
+        """Logs once that the server is away, at each of its addresses, until there is a session again."""
         if isinstance(error, aiohttp.ClientConnectorError):
             threads.note(error.os_error, did="it connected to the reference server")
         self.why = why_away(error)
-        if not self._away_since:
+        if is_last and not self._away_since:
             self._away_since = self._heard_at or time.monotonic()  # a host that is gone takes its time to be missed
             _log.warning("%s: %s", self._hello.worker, unreached(self.address, self.why)[0])
 
@@ -368,7 +384,7 @@ class Connection:
         if self._away_since:
             away_s = time.monotonic() - self._away_since
             _log.warning(
-                "%s: the reference server at %s is back after %.1f s", self._hello.worker, self.address, away_s
+                "%s: the reference server at %s is back after %.1f s", self._hello.worker, self._answering, away_s
             )
         self._away_since, self._refused = 0.0, ""
 
@@ -414,7 +430,7 @@ class Connection:
                     async with asyncio.timeout(GOODBYE_S):
                         await socket.close()
         why = refusal.message if refusal is not None else self.why
-        _log.info("%s: the connection to %s ended: %s", self._hello.worker, self.address, why)
+        _log.info("%s: the connection to %s ended: %s", self._hello.worker, self._answering, why)
         return refusal, has_heard
 
     async def _ask(self, socket: aiohttp.ClientWebSocketResponse) -> None:

@@ -282,12 +282,13 @@ def _made(scheme: str, host: str, token: str | None, options: Options, probe_s: 
 
 def _address_towards(server: str) -> str:
     """This machine's address on the way to the server: peers reach us there. Sends nothing."""
-    host, _, port = server.rpartition(":")
-    with threads.tolerated("it looked for its own address"):
-        for family, kind, _, _, address in socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM):
-            with threads.tolerated("it looked for its own address"), socket.socket(family, kind) as probe:
-                probe.connect(address)
-                return host_of(probe.getsockname())
+    for each in server.split(","):
+        host, _, port = each.rpartition(":")
+        with threads.tolerated("it looked for its own address"):
+            for family, kind, _, _, address in socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM):
+                with threads.tolerated("it looked for its own address"), socket.socket(family, kind) as probe:
+                    probe.connect(address)
+                    return host_of(probe.getsockname())
     return "127.0.0.1"
 
 

@@ -103,6 +103,9 @@ _layouts = msgspec.msgpack.Decoder(LayoutsView)
 _described = msgspec.msgpack.Decoder(DescribedView)
 
 
+_answered: dict[str, int] = {}  # by the addresses of a server: which of them has answered last
+
+
 class _Away(Exception):
     """The server did not answer this time."""
 
@@ -328,6 +331,22 @@ def _unreachable(options: Options, why: str) -> ServerUnreachable:
 async def _get(
     http: aiohttp.ClientSession, options: Options, path: str, params: Question, method: str = "GET"
 ) -> bytes:
+    """The answer of the first address that gives one, from the one that answered last."""
+    addresses, first = options.server.split(","), _answered.get(options.server, 0)
+    in_order = [*range(first, len(addresses)), *range(first)]
+    for at in in_order:
+        try:
+            body = await _get_from(http, replace(options, server=addresses[at]), path, params, method)
+        except _Away:
+            if at == in_order[-1]:
+                raise
+        else:
+            _answered[options.server] = at
+            return body
+    raise InvariantViolation("the last address answers or raises")
+
+
+async def _get_from(http: aiohttp.ClientSession, options: Options, path: str, params: Question, method: str) -> bytes:
     options = with_own_token(options)
     headers = {"Authorization": f"Bearer {options.token}"} if options.token else {}
     url = f"http://{options.server}{path}"
