@@ -13,7 +13,7 @@ import tokenize
 from collections.abc import Callable
 from pathlib import Path
 
-from tensorhub.protocol import errors, messages, settings
+from tensorhub.protocol import errors, events, messages, settings
 from tensorhub.worker import buffer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -186,6 +186,20 @@ def worker_setting_table() -> str:
     return table(("setting", "variable", "default", "meaning"), rows)
 
 
+def event_table() -> str:
+    """Each kind of event: whether the log has it as a warning, what it means, and its own fields."""
+    module = Module(Path(str(events.__file__)))
+    of_kind = {kind.__name__: kind for kind in events.Event.__args__}
+    rows = []
+    for node in module.classes:
+        if node.name not in of_kind:
+            continue
+        kind = of_kind[node.name].__struct_config__.tag
+        fields = [f"{code(name)}{f' ({why})' if why else ''}" for name, _, _, why in module.fields_of(node)]
+        rows.append((code(kind), cell((ast.get_docstring(node) or "").strip()), cell("; ".join(fields))))
+    return table(("kind", "what has happened", "fields"), rows)
+
+
 def metric_table(*, of_worker: bool) -> str:
     """The metrics of one page, as queries name them."""
     from tensorhub.runtime.metrics import METRICS, OF_WORKER
@@ -213,6 +227,7 @@ def bucket_table() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "events": event_table,
     "server-metrics": lambda: metric_table(of_worker=False),
     "worker-metrics": lambda: metric_table(of_worker=True),
     "metric-buckets": bucket_table,

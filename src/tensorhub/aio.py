@@ -18,6 +18,7 @@ from .loading import load_async, load_shards_async
 from .memory.registration import Registration
 from .memory.registration import register as register_tensors
 from .protocol.errors import Refused, UsageError
+from .protocol.events import Event, EventsView
 from .protocol.layout import Box
 from .protocol.manifest import Json, encode_metadata
 from .protocol.messages import Spec
@@ -27,6 +28,7 @@ from .runtime.client import Client
 from .runtime.config import (
     OpenArguments,
     Options,
+    check_integer,
     check_name,
     check_place,
     open_options,
@@ -37,7 +39,9 @@ from .runtime.config import (
 from .runtime.loops import LoopThread, Undo, check_process, in_thread, loop_thread, warn_unreferenced
 from .runtime.opening import leave_at_once, open_client
 from .runtime.questions import (
+    LONG_POLL_S,
     begin_anew,
+    fetch_events,
     fetch_status,
     layout_of,
     metadata_of,
@@ -467,6 +471,29 @@ class View(Caller):
         """The replicas of a model that live, by name."""
         found = await self._model(model)
         return found.replicas if found is not None else ()
+
+    async def events(self, *, after: int = 0, follow: bool = False, model: str = "") -> AsyncIterator[Event]:
+        """The newest 10,000 events that the server keeps, oldest first, and with `follow` each one as it comes.
+
+        `after` is the `number` of the last event that the caller has had, of the same server or one before it. `model`
+        takes those of one model. `tensorhub.protocol.events` has the kinds; the `text` of each is a line for people.
+        Raises `ServerUnreachable` where the server answers no question in time: ask again with `after`. Raises
+        `Refused`.
+        """
+        number = check_integer(after, "after", least=0, most=2**63 - 1)
+        is_first = True
+        while True:
+            found = await self._events_after(number, model, follow=follow and not is_first)
+            for event in found.all():
+                yield event
+            if not (follow or found.events):
+                return
+            number, is_first = found.last, False
+
+    async def _events_after(self, number: int, model: str, *, follow: bool) -> EventsView:
+        self._check_process()
+        deadline = self._deadline(None) + (LONG_POLL_S if follow else 0.0)
+        return await self._thread.run_here(fetch_events(self._options, number, model, deadline, follow=follow))
 
     async def next_version(self, model: str, *, timeout: float | None = None) -> int:  # noqa: ASYNC109 - our own deadline
         """The number with which a restarted trainer goes on: the lowest above all that were ever taken, 0 at first.

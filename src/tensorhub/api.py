@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Concatenate, Generic, ParamSpec, TypeVar, Unpa
 
 from . import aio
 from .memory.registration import register as register_tensors
+from .protocol.events import Event
 from .protocol.layout import Box
-from .runtime.config import OpenArguments, open_options, parse_seconds, server_settings
+from .runtime.config import OpenArguments, check_integer, open_options, parse_seconds, server_settings
 from .runtime.loops import Undo, loop_thread
 from .runtime.opening import leave_on_sigterm as install_sigterm
+from .runtime.questions import LONG_POLL_S
 from .runtime.serving import ServerThread
 
 if TYPE_CHECKING:
@@ -205,6 +207,18 @@ def connect(
 class View(Blocking[aio.View]):
     """As `tensorhub.aio.View`, whose text it gets below."""
 
+    def events(self, *, after: int = 0, follow: bool = False, model: str = "") -> Iterator[Event]:
+        """Calls the coroutine for each answer of the server."""
+        number, patience_s = check_integer(after, "after", least=0, most=2**63 - 1), self._aio._timeout_s
+        is_first = True
+        while True:
+            work = self._aio._events_after(number, model, follow=follow and not is_first)
+            found = self._wait(work, patience_s + (LONG_POLL_S if follow else 0.0), "events()")
+            yield from found.all()
+            if not (follow or found.events):
+                return
+            number, is_first = found.last, False
+
     status = blocking(aio.View.status)
     models = blocking(aio.View.models)
     versions = blocking(aio.View.versions)
@@ -219,6 +233,7 @@ class View(Blocking[aio.View]):
 for _ours, _theirs, _names in (
     (globals(), vars(aio), ("open", "connect", "Weights", "View")),
     (vars(Weights), vars(aio.Weights), ("register", "resume", "mutating", "close")),
+    (vars(View), vars(aio.View), ("events",)),
 ):
     for _name in _names:
         _ours[_name].__doc__ = _theirs[_name].__doc__

@@ -106,6 +106,9 @@ def serve(
         float | None, typer.Option(help="Seconds for which a silent worker is believed.", show_default="10")
     ] = None,
     log: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_format: Annotated[
+        str, typer.Option("--log-format", envvar="TENSORHUB_LOG_FORMAT", help="text, or json: an object a line.")
+    ] = "text",
 ) -> None:
     """Run a reference server until Ctrl-C or SIGTERM."""
     import logging
@@ -117,6 +120,8 @@ def serve(
     levels = logging.getLevelNamesMapping()
     if log.upper() not in levels:
         raise typer.BadParameter(f"{log!r} is none of debug, info, warning, error", param_hint="--log")
+    if log_format not in ("text", "json"):
+        raise typer.BadParameter(f"{log_format!r} is neither text nor json", param_hint="--log-format")
     settings = server_settings(lease_s=lease)
     access = access_of(token_file=token_file, insecure=insecure or None, create=True)
 
@@ -130,7 +135,7 @@ def serve(
         if not fresh:
             say(f"first it hears the workers that may live, for {settings.lease_s:g} s at most (--fresh skips that)")
 
-    with log_to_stderr(levels[log.upper()]):
+    with log_to_stderr(levels[log.upper()], as_json=log_format == "json"):
         run_server(
             *(host, port),
             settings=settings,
@@ -202,6 +207,25 @@ def watch(
             watch_json(watcher, typer.echo, every_s=every, times=times)
         else:
             watch_with(watcher, Console(), every_s=every, times=times)
+
+
+@app.command()
+def events(
+    server: ServerOption = DEFAULT_SERVER,
+    token_file: TokenFileOption = "",
+    model: ModelOption = "",
+    follow: Annotated[bool, typer.Option("--follow", "-f", metavar=NO_TYPE, help="Go on with those to come.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", metavar=NO_TYPE, help="Each as a JSON object on a line.")] = False,
+) -> None:
+    """Show what has happened, oldest first: the newest 10,000 events that the server keeps."""
+    from contextlib import suppress
+
+    from .. import connect
+    from .events import show_events
+
+    with suppress(KeyboardInterrupt):
+        view = connect(server, token=_token_in(token_file), timeout=PATIENCE_S)
+        show_events(view, model=model, follow=follow, as_json=as_json)
 
 
 @app.command()

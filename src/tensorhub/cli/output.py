@@ -17,25 +17,19 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, Protocol, TextIO, TypeVar, cast
 
+import msgspec
 import typer
 
+from ..protocol import events
 from ..protocol.errors import TensorHubError, printable
 from ..transport.threads import Thread, scope, start
 
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+size_text = events.size_text
 
 
 def plain_text(text: str) -> str:
     """As it is, but for what a terminal would obey in place of showing it: `\\x1b`. Line ends stay."""
     return "\n".join(map(printable, text.split("\n")))
-
-
-def size_text(size_bytes: float) -> str:
-    """`0 B`, `1023 B`, `1.5 GiB`."""
-    step = 0
-    while step + 1 < len(UNITS) and abs(size_bytes) >= 1023.95:
-        size_bytes, step = size_bytes / 1024, step + 1
-    return f"{size_bytes:.0f} B" if step == 0 else f"{size_bytes:.1f} {UNITS[step]}"
 
 
 def time_text(seconds: float) -> str:
@@ -233,16 +227,36 @@ FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
 
 
 @contextmanager
-def log_to_stderr(level: int) -> Iterator[None]:
+def log_to_stderr(level: int, *, as_json: bool = False) -> Iterator[None]:
     """Log there while the block lasts. What of stdin, stdout and stderr was closed leads nowhere from now on."""
     fill_the_first_three()
     descriptor = descriptor_of(sys.stderr)
     handler = WaitingLog(descriptor) if descriptor is not None else logging.NullHandler()
+    if as_json:
+        handler.setFormatter(JsonFormat())
     logging.basicConfig(level=level, handlers=[handler])
     try:
         yield
     finally:
         handler.close()
+
+
+class JsonFormat(logging.Formatter):
+    """A line of the log as a JSON object. What the server tells of an event is in `event`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Time in seconds since 1970, level, logger and message; the event or the traceback, if there is one."""
+        line: dict[str, object] = {
+            "at": record.created,
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if (event := getattr(record, "event", None)) is not None:
+            line["event"] = event
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line).decode()
 
 
 def say(text: str) -> None:

@@ -53,11 +53,14 @@ class ServerStarted(_Event, frozen=True, kw_only=True, tag="server_started"):
 
     @property
     def text(self) -> str:
-        text = f"server started, life {self.life}, journal: {self.journal}"
+        if self.journal == "fresh":
+            return "server started as the first one: it need not listen"
+        if self.journal == "none":
+            return f"server started without a journal: listens for {self.listens_s:.1f} s to all workers that may live"
+        text = "server started, with a journal"
         if not self.listens_s:
-            return f"{text}; it need not listen"
-        who = f"{self.awaited} workers" if self.journal == "found" else "workers that it cannot know"
-        return f"{text}; listens for {who}, {self.listens_s:.1f} s at most"
+            return f"{text} by which no worker lives: it need not listen"
+        return f"{text}: listens to {self.awaited} workers, for {self.listens_s:.1f} s at most"
 
 
 class Joined(_Event, frozen=True, kw_only=True, tag="joined"):
@@ -280,3 +283,12 @@ class EventsView(msgspec.Struct, frozen=True):
     events: tuple[Event, ...] = ()
     last: int = 0  # ask for those after this number next
     missed: int = 0  # events after the number asked for that are not kept any more
+
+    def all(self) -> tuple[Event, ...]:
+        """The events; before them a warning if some are missing."""
+        if not self.missed:
+            return self.events
+        first = self.events[0].number if self.events else self.last
+        at = self.events[0].at if self.events else 0.0
+        text = f"{self.missed} events before this one are not kept any more"
+        return (Warned(number=first - 1, at=at, what=text), *self.events)

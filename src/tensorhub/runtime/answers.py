@@ -17,6 +17,7 @@ from ..server import Server
 from ..server.admission import begin_anew
 from ..server.calls import held_by, next_version
 from ..server.layouts import describe, living_layouts
+from .event_log import EventLog
 from .questions import VersionExists, spec_of_text
 
 # Long polls. Equal questions share an answer, found once for a burst of reports. All questions together take `SHARE` of
@@ -218,14 +219,22 @@ LONGEST_POLL_S = 60.0
 class Answers:
     """Handlers of questions. `authorise` raises where the asker may not ask; `settle` carries out what has changed."""
 
-    def __init__(self, machine: Server, authorise: Callable[[web.Request], None], settle: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        machine: Server,
+        authorise: Callable[[web.Request], None],
+        settle: Callable[[], None],
+        events: EventLog,
+    ) -> None:
         self._settle = settle
+        self._events = events
         self.polls = Polls()
         self._machine = machine
         self._authorise = authorise
 
     def add_to(self, app: web.Application) -> None:
         app.router.add_get("/v1/wait", self._wait)
+        app.router.add_get("/v1/events", self._events_after)
         app.router.add_get("/v1/held", self._held)
         app.router.add_get("/v1/next_version", self._next_version)
         app.router.add_get("/v1/described", self._described)
@@ -247,6 +256,24 @@ class Answers:
 
         key = ("wait", model, spec)
         return await self._answer(key, existing, lambda found: found.version is not None, patience_s)
+
+    async def _events_after(self, request: web.Request) -> web.StreamResponse:
+        """The events after a number; with `follow=1` answers when there is one."""
+        self._authorise(request)
+        try:
+            number, model, patience_s = (
+                int(request.query.get("after", "0")),
+                request.query.get("model", ""),
+                _patience_s(request),
+            )
+        except ValueError as error:
+            raise web.HTTPBadRequest(text=f"{error}\n") from error
+        if request.query.get("follow", "0") in ("", "0"):
+            patience_s = 0.0
+        key, look = ("events", number, model), lambda: self._events.after(number, model)
+        found = await self.polls.ask(key, look, lambda found: bool(found.events), patience_s)
+        self._check_is_on(is_final=bool(found.events) or not patience_s)
+        return web.Response(body=msgspec.json.encode(found), content_type="application/json")
 
     async def _held(self, request: web.Request) -> web.StreamResponse:
         """Answers when enough replicas hold the version. Names the missing ones at the deadline."""

@@ -630,7 +630,7 @@ class OpenRead:
         """Log and count the end of the read."""
         if self.way is not None and self.meter is not None and self.counted_bytes:
             found = self.meter.ended(record, self.way.scheme)
-            _log.info(
+            _log.debug(
                 "%s has read %s of version %d from %s by %s (%s) at %.1f MiB/s%s",
                 *(me, size_text(self.counted_bytes), self.version, self.source.worker),
                 *(self.way.scheme, found.path, found.rate_bytes_per_s / 2**20),

@@ -21,11 +21,12 @@ from ..protocol.errors import (
     UsageError,
     error_from_code,
 )
-from ..protocol.messages import Failure, Hello, Orders, Refusal, Withdrawing, named
+from ..protocol.events import size_text
+from ..protocol.messages import Failure, Hello, Orders, ReadDone, Refusal, Withdrawing, named
 from ..protocol.names import Version
 from ..transport import threads
 from ..transport.base import Transport
-from ..worker.calls import UNANSWERED
+from ..worker.calls import UNANSWERED, how_far
 from ..worker.events import (
     Called,
     Cancelled,
@@ -63,19 +64,40 @@ _log = logging.getLogger(__name__)
 
 SAYS_AFTER_S = (5.0, 30.0)  # since it began: what is over by itself is over by the first
 EVERY_S = 60.0  # from then on
+LOOK_S = 0.5  # so often it is looked at whether the call waits
+STILL_S = 1.2  # without a byte, which is measured twice in that time: the call waits
+LONG_S = 2.0  # a wait that is told at the end of its call
 
 
 class LongWait:
     """Of one call, from its beginning until `end`. Used in the worker loop only."""
 
-    def __init__(self, what: str, why: Callable[[], str]) -> None:
-        """`why` is asked for what it waits for; "" while bytes come."""
+    def __init__(self, what: str, why: Callable[[], tuple[str, float]]) -> None:
+        """`why` is asked for what it waits for, and since when; "" while bytes come."""
         self._what, self._why = what, why
         self._began = time.monotonic()
         self._times = 0  # that its time to say something has come
         self._said = ""
+        self._waited_s = 0.0  # before it began to wait this time
+        self._since: float | None = None  # when that was
+        self._reason = ""  # for which it has waited last
         self._timer: asyncio.TimerHandle | None = None
+        self._look_timer = asyncio.get_running_loop().call_later(LOOK_S, self._look)
         self._begin()
+
+    def _look(self) -> None:
+        reason, since = self._why()
+        if reason:
+            self._reason, self._since = reason, since if self._since is None else self._since
+        elif self._since is not None:
+            self._waited_s, self._since = self._waited_s + time.monotonic() - self._since, None
+        self._look_timer = asyncio.get_running_loop().call_later(LOOK_S, self._look)
+
+    @property
+    def text(self) -> str:
+        """For how long the call has waited, and for what; empty if that was not long."""
+        waited_s = self._waited_s + (time.monotonic() - self._since if self._since is not None else 0.0)
+        return f"; waited {waited_s:.1f} s: {self._reason}" if waited_s >= LONG_S else ""
 
     def _begin(self) -> None:
         beyond = self._times + 1 - len(SAYS_AFTER_S)
@@ -87,7 +109,7 @@ class LongWait:
         self._times += 1
         if self._times > 1:
             self._said = ""  # it still waits for the same, and that was long ago
-        self.say(self._why())
+        self.say(self._why()[0])
         self._begin()
 
     def say(self, why: str) -> None:
@@ -98,6 +120,7 @@ class LongWait:
 
     def end(self) -> None:
         """Called when the call is over."""
+        self._look_timer.cancel()
         if self._timer is not None:
             self._timer.cancel()
 
@@ -178,7 +201,9 @@ class Driver:
         self._why_it_cannot_end = why_it_cannot_end
         self._finished: asyncio.Future[Finished] | None = None
         self._waits: LongWait | None = None
+        self._moved: tuple[object, float] = None, 0.0  # how far the call has come, and since when
         self._left: asyncio.Future[bool] = self._loop.create_future()
+        self._source = ""  # of the last read, for the log
         self._timer: asyncio.TimerHandle | None = None
         self._awaited: dict[asyncio.Future[None], Callable[[], bool]] = {}
 
@@ -225,6 +250,7 @@ class Driver:
         ended: asyncio.Future[Finished] = self._loop.create_future()
         self._finished = ended
         self._waits = waits = LongWait(f"{called.verb} of {self.me}", self._waits_for)
+        began, before = self._loop.time(), self.worker.state.slot.done
         try:
             self.data.errors.clear()
             self.feed(called)
@@ -234,6 +260,8 @@ class Driver:
             if not ended.done():
                 self._break(InvariantViolation(f"{self.me}: {called.verb} did not end by its deadline"))
             finished = ended.result()
+            if finished.error is None:
+                self._log_call(called, finished.version, self._loop.time() - began, before)
         except (asyncio.CancelledError, UsageError):
             self.feed(Cancelled())
             raise
@@ -251,8 +279,32 @@ class Driver:
             error.add_note(failure.message)  # of which version, and from which source
         return error
 
-    def _waits_for(self) -> str:
-        return why_waits(self.worker, self.connection.address, self.connection.why, time.monotonic())
+    def _waits_for(self) -> tuple[str, float]:
+        """What the call waits for, and since when; empty while it goes on."""
+        now, worker = time.monotonic(), self.worker
+        why = why_waits(worker, self.connection.address, self.connection.why, now)
+        call, place = worker.call, (worker.reading, worker.buffer)
+        if place != self._moved[0]:
+            self._moved = place, now
+        if why or call is None or worker.state.copies.copying is not None or now - self._moved[1] < STILL_S:
+            return why, now
+        return "; ".join(how_far(worker.state, call)), self._moved[1]
+
+    def _log_call(self, called: Called, version: Version | None, took_s: float, before: ReadDone | None) -> None:
+        """Logs the end of a call that has succeeded: one line."""
+        waited, done = self._waits.text if self._waits is not None else "", self.worker.state.slot.done
+        level = logging.INFO
+        if called.verb == "publish":
+            text = f"published version {version} in {called.hash_s + took_s:.2f} s, hashed in {called.hash_s:.2f} s"
+        elif called.verb == "unpublish":
+            text, level = f"unpublished in {took_s:.2f} s", logging.INFO if waited else logging.DEBUG
+        elif done is not None and done is not before:
+            rate = f"{size_text(done.arrived_bytes / max(done.seconds, 1e-9))}/s"
+            text = f"updated to version {version} in {took_s:.2f} s: {size_text(done.arrived_bytes)} at {rate}"
+            text = f"{text} from {self._source}" + (f" by {done.transport}" if done.transport else "")
+        else:
+            text = f"holds version {version} after {took_s:.2f} s, and has read nothing for it"
+        _log.log(level, "%s %s%s", self.me, text, waited)
 
     def check(self, called: Called) -> None:
         """Raises what the caller does wrong. Where it is for what is in the tensors, the siblings hear of it."""
@@ -397,7 +449,8 @@ class Driver:
                 _log.debug("%s opens version %d at %s: %s", self.me, grant.version, named(grant.sources), grant.reason)
                 self.data.open_read(grant)
             case StartRead(grant=grant):
-                _log.info("%s reads version %d from %s: %s", self.me, grant.version, named(grant.sources), grant.reason)
+                self._source = named(grant.sources)
+                _log.debug("%s reads version %d from %s: %s", self.me, grant.version, self._source, grant.reason)
                 self.data.start_read(grant)
             case Trust(until=until):
                 self.data.trust(until)

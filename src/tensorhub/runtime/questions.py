@@ -29,6 +29,7 @@ from ..protocol.errors import (
     error_from_code,
     printable,
 )
+from ..protocol.events import EventsView
 from ..protocol.manifest import Json, Layout, decode_layout, decode_manifest, decode_metadata
 from ..protocol.messages import Spec, parse_spec
 from ..protocol.names import Decoder, Digest, Undecodable, Version, WorkerId, decoded, is_tiled, plain, plain_number
@@ -98,6 +99,7 @@ class VersionExists(msgspec.Struct, frozen=True):
 
 _exists = msgspec.json.Decoder(VersionExists)
 _held = msgspec.json.Decoder(HeldView)
+_events = msgspec.json.Decoder(EventsView)
 _anew = msgspec.json.Decoder(AnewView)
 _layouts = msgspec.msgpack.Decoder(LayoutsView)
 _described = msgspec.msgpack.Decoder(DescribedView)
@@ -163,6 +165,26 @@ async def wait_for_number(options: Options, model: str, deadline: float) -> Vers
         why = "the reference server has restarted, and listens to what those who lived have to say"
         raise asked.late(why, "ask again: it listens for one lease at most")
     return Version(found.version)
+
+
+async def fetch_events(options: Options, after: int, model: str, deadline: float, *, follow: bool) -> EventsView:
+    """The events after that number. `follow`: waits for one, also while the server is away.
+
+    Raises `ServerUnreachable`, `Refused`.
+    """
+    question = {"after": str(after), "model": model, "follow": str(int(follow))}
+    if follow:
+        asked = _Asked(options, "events()", deadline)
+        found = await asked.until("/v1/events", question, _events, lambda _: True)
+        if found is None:
+            raise _unreachable(options, asked.why)
+        return found
+    async with http_session() as http:
+        try:
+            async with asyncio.timeout_at(deadline):
+                return decoded(_events, await _get(http, options, "/v1/events", question))
+        except (_Away, TimeoutError, Undecodable) as error:
+            raise _unreachable(options, str(error)) from error
 
 
 async def wait_for_holders(

@@ -36,7 +36,7 @@ from .admission import Accepted, Descriptors, Names, UnknownClient, UnknownClien
 from .answers import Answers, Shown
 from .config import OTHER_HOST
 from .connection import Malformed, OddNumber, decode_to_server, encode
-from .event_log import EventLog
+from .event_log import EventLog, UncheckedRefusals
 from .journal import JournalFile
 from .metrics import LOOP_LAG, REFUSALS, server_record, server_sheet, take, targets, watch_loop
 
@@ -54,6 +54,7 @@ class WorkerSocket:
     def __init__(self, sender: str, websocket: web.WebSocketResponse, request: web.Request) -> None:
         self.sender = sender
         self.name = "a client without a hello"
+        self.address = request.remote or ""
         self.websocket = websocket
         self.has_said_hello = False
         self.is_cut = False
@@ -412,7 +413,8 @@ class ServerShell:
         self._timer_at = inf  # by the loop's clock; uvloop's handle of a timer that is due at once does not know it
         self._is_stopping = False
         self.events = EventLog(self.machine.state.numbers.first)
-        self._answers = Answers(self.machine, self._authorise, self._tick)
+        self._unchecked = UncheckedRefusals(self.events)
+        self._answers = Answers(self.machine, self._authorise, self._tick, self.events)
         self._shown = Shown(self.machine, lambda: self.intake.now)
         self.record = server_record()
         self.accepted = Accepted(time.monotonic)
@@ -585,6 +587,9 @@ class ServerShell:
                 self._post(socket, _malformed(str(error), retry_s=ODD_RETRY_S if isinstance(error, OddNumber) else 0.0))
                 continue
             refusal = self._why_refuse(socket, message) if isinstance(message, Hello) else None
+            if refusal is not None and isinstance(message, Hello):
+                self._unchecked.add(socket.address, message, refusal.message)
+                self._answers.polls.note()
             if refusal is None and not isinstance(message, Hello) and not socket.has_said_hello:
                 refusal = _malformed(f"a {type(message).__name__} before any Hello")
             if refusal is not None:
@@ -692,6 +697,7 @@ class ServerShell:
         works = [self.intake.run(), self._sweep(), self._answers.polls.run(), watch_loop(self.record, LOOP_LAG)]
         works += [self._journal.sync()] if self._journal is not None else []
         tasks = [asyncio.create_task(work) for work in works]
+        self.events.take_from(self.machine.state.events)
         self._set_timer()
         yield
         for task in tasks:

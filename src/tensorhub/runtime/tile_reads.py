@@ -124,7 +124,7 @@ class SourceRead:
         if self.way is None or self.meter is None or self.read is None or not self.read.received_bytes:
             return
         found = self.meter.ended(record, self.way.scheme)
-        _log.info(
+        _log.debug(
             "%s has read %s of version %d from %s in pieces by %s (%s) at %.1f MiB/s%s",
             *(me, size_text(found.arrived_bytes), self.version, self.source.worker),
             *(self.way.scheme, found.path, found.rate_bytes_per_s / 2**20),

@@ -107,7 +107,7 @@ def deadline_failure(worker: WorkerState, call: Call) -> Failure:
     waiting = call.answer.waiting if call.answer is not None else None
     unanswered_s = worker.book.unanswered_s(call.deadline)
     is_unheard = not worker.connected or unanswered_s > UNANSWERED * worker.book.every_s
-    missing = [*_how_far(worker, call, is_unheard=is_unheard)]
+    missing = [*how_far(worker, call, is_unheard=is_unheard)]
     hint = "retry, or give it a longer timeout"
     if not worker.connected and worker.refusal is not None:
         missing.append(f"the reference server refuses this worker for now: {worker.refusal.message}")
@@ -126,7 +126,8 @@ def deadline_failure(worker: WorkerState, call: Call) -> Failure:
     return Failure("deadline-exceeded", f"{text}: {'; '.join(missing)}" if missing else text, hint)
 
 
-def _how_far(worker: WorkerState, call: Call, *, is_unheard: bool) -> Iterator[str]:
+def how_far(worker: WorkerState, call: Call, *, is_unheard: bool = False) -> Iterator[str]:
+    """How far the call has come, in words. `is_unheard`: the server has not answered for long."""
     buffer = worker.buffer
     if worker.copies.copying is not None:
         way, version = worker.copies.copying
