@@ -54,7 +54,7 @@ class WorkerSocket:
     def __init__(self, sender: str, websocket: web.WebSocketResponse, request: web.Request) -> None:
         self.sender = sender
         self.name = "a client without a hello"
-        self.address = request.remote or ""
+        self.address = ""  # of the client
         self.websocket = websocket
         self.has_said_hello = False
         self.is_cut = False
@@ -542,7 +542,7 @@ class ServerShell:
         unknown = UnknownClient(
             self._unknown_clients, request, partial(self._post, socket, _malformed("too much before any Hello"))
         )
-        self._sockets[socket.sender] = socket
+        self._sockets[socket.sender], socket.address = socket, request.remote or ""
         try:
             if unknown.has_said_too_much:
                 return web.Response(status=413, text="too much before any answer\n", headers={"Connection": "close"})
