@@ -116,7 +116,7 @@ def test_it_is_mapped_and_may_be_written_to_after_the_drain(join, caplog):
                 tensor.copy_(torch.full((300, 1000), 100.0 * version + index))
         assert reader.update("latest") == version
         assert all((array == 100 * version + index).all() for index, array in enumerate(mine.values()))
-    ways = [record.getMessage() for record in caplog.records if " by local" in record.getMessage()]
+    ways = [record.getMessage() for record in caplog.records if "has read" in record.getMessage()]
     assert len(ways) == 3
     assert all("(mapped" in way for way in ways)
 

@@ -732,3 +732,6 @@ def test_the_rate_is_that_of_the_last_second():
     record = Record()
     assert meter.ended(record, "tcp").rate_bytes_per_s == 600
     assert (record.observed[READ]["tcp",].sum, record.observed[RATE]["tcp",].sum) == (5.0, 600)
+    meter.goes_on()  # what it waited for before does not count
+    clock.now = 7.0
+    assert meter.ended(record, "tcp").rate_bytes_per_s == 1500

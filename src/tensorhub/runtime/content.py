@@ -576,6 +576,10 @@ class Meter:
         then, before = self._seen[0]
         return Measured(self._read.path, _rate(arrived - before, now - then), arrived)
 
+    def goes_on(self) -> None:
+        """The read was open, and waited until it might write: it begins now."""
+        self.began = self._clock()
+
     def ended(self, record: Record, scheme: str) -> Measured:
         """What was measured from the beginning of the read until now: counts it."""
         received, seconds = self._read.received_bytes, self._clock() - self.began

@@ -167,6 +167,8 @@ class DataPlane:
         if self._reading is not None:  # it was opened, or could not be mapped, and is now read
             if self._reading.grant.ticket == grant.ticket and self._reading.sink.go_on():
                 self._reading.has_gone_on = True
+                if self._reading.meter is not None:
+                    self._reading.meter.goes_on()
                 return
             self._reading.end()
             self._reading = None  # there may be no room to read it
