@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar, Unpack
 
@@ -50,6 +50,7 @@ from .runtime.questions import (
     wait_for_number,
 )
 from .runtime.tracing import traced
+from .tracebacks import AsyncBlock, brief, brief_methods
 
 if TYPE_CHECKING:
     from .memory.registration import type_of_dtype, type_of_weights
@@ -61,6 +62,7 @@ load, load_shards = load_async, load_shards_async  # as in `tensorhub`, awaited
 LEAVE_IN_A_HURRY_S = 5.0  # when a `with` block ends by an exception: slow readers are not waited for then
 
 
+@brief
 async def open(
     model: str,
     *,
@@ -170,6 +172,7 @@ class Worker(Caller):
         return None if error is None else min(LEAVE_IN_A_HURRY_S, self._timeout_s)
 
 
+@brief_methods
 class Weights(Worker):
     """One worker: one shard of one model in registered memory. Made by `open`.
 
@@ -289,14 +292,9 @@ class Weights(Worker):
         """
         await self._here(self._client.operate("unpublish", "", self._deadline(timeout)))
 
-    @contextlib.asynccontextmanager
-    async def mutating(
-        self,
-        *,
-        version: int,
-        metadata: Mapping[str, object] | None = None,
-        timeout: float | None = None,  # noqa: ASYNC109 - our own deadline
-    ) -> AsyncIterator[None]:
+    def mutating(
+        self, *, version: int, metadata: Mapping[str, object] | None = None, timeout: float | None = None
+    ) -> AbstractAsyncContextManager[None]:
         """Unpublish, let the block change the tensors, publish them as `version`.
 
         The number is checked before anything is withdrawn: if it is not higher than the newest, or another replica is
@@ -307,6 +305,15 @@ class Weights(Worker):
         masters alone readers of the version before are awaited after the block, not before it. `metadata` is that of
         `publish`, as it is when the block has ended. `timeout` is for each of the two calls.
         """
+        return AsyncBlock(self._mutating(version, metadata, timeout))
+
+    @contextlib.asynccontextmanager
+    async def _mutating(
+        self,
+        version: int,
+        metadata: Mapping[str, object] | None,
+        timeout: float | None,  # noqa: ASYNC109 - our own deadline
+    ) -> AsyncIterator[None]:
         await self._claim(version, timeout, metadata)
         with self._client.call_lock.block_of(version):
             yield
@@ -428,6 +435,7 @@ class Weights(Worker):
         return self._thread.run_here(work, undo=undo)
 
 
+@brief
 def connect(
     server: str | None = None,
     *,
@@ -443,6 +451,7 @@ def connect(
     return View(open_options(server=server, token=token, insecure=insecure, timeout=timeout), loop_thread())
 
 
+@brief_methods
 class View(Caller):
     """What a reference server shows of itself. Each question blocks and is asked anew; nothing is kept.
 

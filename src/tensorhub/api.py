@@ -21,6 +21,7 @@ from .runtime.loops import Undo, loop_thread
 from .runtime.opening import leave_on_sigterm as install_sigterm
 from .runtime.questions import LONG_POLL_S
 from .runtime.serving import ServerThread
+from .tracebacks import Block, brief, brief_methods
 
 if TYPE_CHECKING:
     from .memory.registration import type_of_dtype, type_of_weights
@@ -69,6 +70,7 @@ def blocking(
     return waiting
 
 
+@brief
 def open(
     model: str,
     *,
@@ -90,6 +92,7 @@ def open(
         raise
 
 
+@brief_methods
 class Weights(aio.Worker, Blocking[aio.Weights]):
     """As `tensorhub.aio.Weights`, whose text it gets below."""
 
@@ -125,11 +128,14 @@ class Weights(aio.Worker, Blocking[aio.Weights]):
         found = self._client.suspension.again(tensors)
         self._wait(self._aio.take(found, of=tensors, is_resumed=True), None, "resume()")
 
-    @contextmanager
     def mutating(
         self, *, version: int, metadata: Mapping[str, object] | None = None, timeout: float | None = None
-    ) -> Iterator[None]:
+    ) -> Block[None]:
         """Calls the coroutine."""
+        return Block(self._mutating(version, metadata, timeout))
+
+    @contextmanager
+    def _mutating(self, version: int, metadata: Mapping[str, object] | None, timeout: float | None) -> Iterator[None]:
         self._wait(self._aio._claim(version, timeout, metadata), timeout, f"mutating(version={version!r})")
         with self._client.call_lock.block_of(version):
             yield
@@ -154,6 +160,7 @@ class Weights(aio.Worker, Blocking[aio.Weights]):
     check = blocking(aio.Weights.check)
 
 
+@brief
 def serve(
     host: str = "127.0.0.1",
     port: int = 0,
@@ -184,6 +191,7 @@ def serve(
     )
 
 
+@brief
 def leave_on_sigterm(grace: float = 20.0) -> None:
     """On SIGTERM close every `Weights` of this process within `grace` seconds, then end as SIGTERM does.
 
@@ -193,6 +201,7 @@ def leave_on_sigterm(grace: float = 20.0) -> None:
     install_sigterm(parse_seconds(grace, "grace"))
 
 
+@brief
 def connect(
     server: str | None = None,
     *,
@@ -204,6 +213,7 @@ def connect(
     return View(aio.connect(server, token=token, insecure=insecure, timeout=timeout))
 
 
+@brief_methods
 class View(Blocking[aio.View]):
     """As `tensorhub.aio.View`, whose text it gets below."""
 

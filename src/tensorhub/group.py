@@ -19,6 +19,7 @@ from .protocol.layout import Box
 from .protocol.manifest import Json, encode_metadata
 from .runtime.config import MAX_SHARDS, OpenArguments, Options, check_integer, open_options
 from .runtime.loops import loop_thread
+from .tracebacks import Block, brief, brief_methods
 
 if TYPE_CHECKING:
     from .memory.registration import type_of_dtype, type_of_weights
@@ -43,6 +44,7 @@ def _together(
     return waiting
 
 
+@brief_methods
 class Several:
     """Several workers of one process that call together."""
 
@@ -77,11 +79,14 @@ class Several:
         works = [m.take(one, is_resumed=True) for m, one in zip(asleep, found, strict=True)]
         self._wait(works, None, "resume()")
 
-    @contextmanager
     def mutating(
         self, *, version: int, metadata: Mapping[str, object] | None = None, timeout: float | None = None
-    ) -> Iterator[None]:
+    ) -> Block[None]:
         """Calls `Weights.mutating` of all shards: the block may change their tensors."""
+        return Block(self._mutating(version, metadata, timeout))
+
+    @contextmanager
+    def _mutating(self, version: int, metadata: Mapping[str, object] | None, timeout: float | None) -> Iterator[None]:
         if metadata is not None:
             encode_metadata(metadata)
         self._claim(version, timeout)
@@ -182,6 +187,7 @@ def open_several(
     return loop_thread().wait(join(), deadline=deadline, what=f"{what}/{replica}", undo=_leave)
 
 
+@brief
 def open_group(
     model: str, *, replica: str, shards: int, reliable: bool = True, **options: Unpack[OpenArguments]
 ) -> "Group":
@@ -194,6 +200,7 @@ def open_group(
     return Group(open_several(places, replica, shards, reliable, open_options(**options), f"open_group of {model}"))
 
 
+@brief_methods
 class Group(Several):
     """All shards of one replica, in order, in this process. Made by `open_group`.
 

@@ -21,6 +21,7 @@ from .runtime.config import LoadArguments, Options, check_arguments, check_name,
 from .runtime.loops import in_thread, loop_thread
 from .runtime.opening import open_client
 from .runtime.questions import layouts_of, spec_of_text, whole_layout_of
+from .tracebacks import brief
 
 if TYPE_CHECKING:
     from .memory.registration import type_of_tensor
@@ -83,6 +84,7 @@ async def run(wanted: Asked, *, only_one: bool) -> list[Loaded]:
     return await _fill_all(wanted.options, wanted.model, wanted.spec, wanted.deadline, check=check)
 
 
+@brief
 async def load_async(
     reference: str,
     *,
@@ -101,6 +103,7 @@ async def load_async(
     return found
 
 
+@brief
 async def load_shards_async(
     reference: str,
     *,
@@ -111,12 +114,14 @@ async def load_shards_async(
     return await loop_thread().run_here(run(asked(reference, timeout, **where), only_one=False))
 
 
+@brief
 def load(reference: str, *, timeout: float | None = None, **where: Unpack[LoadArguments]) -> Loaded:
     """Calls `tensorhub.aio.load`. Its docstring is copied below."""
     (found,) = _load(asked(reference, timeout, **where), f"load({reference!r})", only_one=True)
     return found
 
 
+@brief
 def load_shards(reference: str, *, timeout: float | None = None, **where: Unpack[LoadArguments]) -> list[Loaded]:
     """Calls `tensorhub.aio.load_shards`. Its docstring is copied below."""
     return _load(asked(reference, timeout, **where), f"load_shards({reference!r})", only_one=False)

@@ -19,6 +19,7 @@ from .protocol.messages import PREFETCHED, Spec, parse_spec, steps_back
 from .protocol.names import Version
 from .runtime.config import OpenArguments, check_name, open_options
 from .runtime.questions import available_versions, plain_spec, wait_for_version
+from .tracebacks import brief, brief_methods
 
 if TYPE_CHECKING:
     from .memory.registration import type_of_dtype, type_of_weights
@@ -28,6 +29,7 @@ TRIES = 4  # a number may be lost, and shards may choose different ones, while a
 Known = Mapping[str, Sequence[int]]  # by model: the versions that can be had, newest first
 
 
+@brief
 def open_set(
     models: Sequence[str],
     *,
@@ -46,6 +48,7 @@ def open_set(
     return WeightsSet(names, open_several(places, replica, shards, reliable, open_options(**options), what))
 
 
+@brief_methods
 class WeightsSet(Several):
     """One shard of each model of a set, in this process. Made by `open_set`; a context manager.
 

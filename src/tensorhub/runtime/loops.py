@@ -411,6 +411,11 @@ def loop_thread() -> LoopThread:
         return _current
 
 
+def is_worker_loop(loop: asyncio.AbstractEventLoop) -> bool:
+    """It is the event loop of this process's worker thread."""
+    return _current is not None and _current.loop is loop
+
+
 def forget_after_fork() -> None:
     """Called in a forked child: the loops belong to the parent."""
     global _current, _lock

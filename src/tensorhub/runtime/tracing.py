@@ -36,13 +36,13 @@ def traced(name: str) -> Callable[[Call[W, P, T]], Call[W, P, T]]:
 
     def decorate(call: Call[W, P, T]) -> Call[W, P, T]:
         @wraps(call)
-        def begun(self: W, /, *args: P.args, **kwargs: P.kwargs) -> Coroutine[object, object, T]:
+        async def begun(self: W, /, *args: P.args, **kwargs: P.kwargs) -> T:
             api = sys.modules.get("opentelemetry.trace")  # a program without it has no tracer either
             if api is None:
-                return call(self, *args, **kwargs)
+                return await call(self, *args, **kwargs)
             spec = kwargs.get("version", kwargs.get("spec", args[0] if args else ""))
             span = _span(api.get_tracer("tensorhub"), name, self._client.me, spec)
-            return _ended(span, partial(call, self, *args, **kwargs))
+            return await _ended(span, partial(call, self, *args, **kwargs))
 
         return begun
 
