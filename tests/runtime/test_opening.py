@@ -17,6 +17,7 @@ from tensorhub.runtime.config import worker_options
 from tensorhub.runtime.driver import Driver
 from tensorhub.runtime.opening import wanted_transports
 from tensorhub.transport.nixl import agent, probe
+from tensorhub.transport.tcp.settings import PORTS
 from tensorhub.worker.events import Received
 
 from .kit import eventually
@@ -50,6 +51,17 @@ def test_where_it_has_no_advantage_nixl_is_not_even_tried(monkeypatch):
         transport.close()
     assert "tcp" in made
     assert "nixl" not in made
+
+
+def test_peers_read_at_the_port_that_was_set():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    made = opening._listen("127.0.0.1", worker_options({"TENSORHUB_DATA_PORT": str(port)}, transports="tcp"), 1.0)
+    try:
+        assert port <= int(made["tcp"].endpoint.rpartition(":")[2]) < port + PORTS
+    finally:
+        made["tcp"].close()
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])

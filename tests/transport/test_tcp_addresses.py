@@ -11,7 +11,7 @@ import pytest
 from tensorhub.protocol.errors import SourceLost, UsageError
 from tensorhub.transport.tcp import addresses as tcp_addresses
 from tensorhub.transport.tcp.addresses import advertised_endpoint, format_endpoint, listeners, parse_endpoint
-from tensorhub.transport.tcp.settings import TcpSettings
+from tensorhub.transport.tcp.settings import PORTS, TcpSettings
 from tensorhub.transport.tcp.transport import TcpTransport
 
 from . import kit
@@ -90,6 +90,25 @@ def test_all_interfaces_are_those_of_both_families_and_never_told_as_such(monkey
     monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
     with pytest.raises(UsageError, match="IPv6 is switched off"):
         listeners(TcpSettings(host="::"))
+
+
+def test_a_port_that_was_given_is_the_first_of_those_that_are_tried() -> None:
+    """So that a firewall can let them through: several workers of one host take one after another."""
+    with socket.socket() as first:
+        first.bind(("127.0.0.1", 0))
+        first.listen()
+        port = first.getsockname()[1]
+        (second,) = listeners(TcpSettings(port=port))
+        with second:
+            (third,) = listeners(TcpSettings(port=port))
+            with third:
+                found = [each.getsockname()[1] for each in (second, third)]
+                assert port < found[0] < found[1] < port + PORTS
+    with socket.socket() as last:
+        last.bind(("127.0.0.1", 65535))
+        last.listen()
+        with pytest.raises(OSError, match="in use"):
+            listeners(TcpSettings(port=65535))
 
 
 # -- names -------------------------------------------------------------------------------------------------------------

@@ -414,6 +414,11 @@ class Options:
     insecure: bool = _option(False, parse_switch, "show no token, and ask for none: any client may join and read")
     site: str = _option("", parse_text, "this worker's datacenter")
     host: str = _option("", parse_text, "addresses or interfaces to be read at; empty: the one that reaches the server")
+    data_port: int | None = _option(
+        None,
+        parse_port,
+        "first of 32 ports at which peers read from this worker: each transport takes a free one; empty: any port",
+    )
     # 34 ms at 1 Gbit/s and 160 us at 25 GB/s: the most that a drain waits for; 250 chunks in a shard of 1 GiB
     chunk_bytes: int = _option(4 * MIB, parse_chunk_bytes, "the unit of progress, verification and resumption")
     verify: Verify = _option("full", parse_verify, 'check every chunk on arrival: "full" or "none"')

@@ -3,6 +3,7 @@
 import asyncio
 import atexit
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -257,7 +258,11 @@ def make_transport(scheme: str, host: str, options: Options, *, probe_s: float =
         if threads.is_shortage(error):
             raise threads.unavailable(error, f"it made its {scheme} transport") from error
         text = f"cannot listen for peers on host={host!r}: {error.strerror or error}"
-        raise UsageError(text, hint="set host= or TENSORHUB_HOST to an address of this machine") from error
+        hint = "set host= or TENSORHUB_HOST to an address of this machine"
+        if error.errno == errno.EADDRINUSE and options.data_port:
+            text = f"{text}, at each port from {options.data_port} on"
+            hint = "set TENSORHUB_DATA_PORT to the first of 32 ports that are free"
+        raise UsageError(text, hint=hint) from error
 
 
 def _made(scheme: str, host: str, token: str | None, options: Options, probe_s: float) -> Transport:
@@ -273,9 +278,9 @@ def _made(scheme: str, host: str, token: str | None, options: Options, probe_s: 
         case "nixl":
             from ..transport.nixl.transport import NixlSettings, NixlTransport
 
-            return NixlTransport(NixlSettings(host=host, token=token, probe_s=probe_s))
+            return NixlTransport(NixlSettings(host=host, port=options.data_port or 0, token=token, probe_s=probe_s))
         case "tcp":
-            return TcpTransport(TcpSettings(host=host, token=token))
+            return TcpTransport(TcpSettings(host=host, port=options.data_port or 0, token=token))
         case _:
             raise TransportMissing(f"this version of tensorhub has no transport {scheme!r}")
 

@@ -1,5 +1,6 @@
 """Addresses of the tcp transport: which to listen on, how to resolve names, how to connect."""
 
+import errno
 import os
 import socket
 import struct
@@ -14,7 +15,7 @@ from urllib.parse import urlsplit
 
 from ...protocol.errors import Unavailable, UsageError
 from ..threads import Thread, made, named, start, tolerated
-from .settings import TcpSettings, tune
+from .settings import PORTS, TcpSettings, tune
 from .wire import Garbled, Vanished, Wire
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 
 SCHEME = "tcp"
+MAX_PORT = 65535
 MAX_ADDRESSES = 8  # of one endpoint, which a peer may have made
 _WILDCARDS = ("", "0.0.0.0", "::")
 _BACKLOG = (
@@ -85,7 +87,8 @@ def advertised_endpoint(settings: TcpSettings, ports: Sequence[int]) -> str:
 def listeners(settings: TcpSettings) -> list[socket.socket]:
     """A listening socket for each host that was asked for.
 
-    Raises `OSError` if an address is taken or not of this machine, and `UsageError` if the hosts make no sense.
+    Raises `OSError` if no port is free, or an address is not of this machine. Raises `UsageError` if the hosts make no
+    sense.
     """
     with ExitStack() as undo:
         made = [undo.enter_context(_listener(settings, host)) for host in _hosts(settings)]
@@ -182,9 +185,21 @@ def check_all_interfaces(what: str) -> None:
 
 
 def _listener(settings: TcpSettings, host: str) -> socket.socket:
+    """Raises `OSError` where no port can be had."""
+    last = min(settings.port + PORTS, MAX_PORT + 1) - 1 if settings.port else 0
+    for port in range(settings.port, last + 1):
+        try:
+            return _listener_at(settings, host, port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or port == last:
+                raise
+    raise AssertionError("the last try returns or raises")
+
+
+def _listener_at(settings: TcpSettings, host: str, port: int) -> socket.socket:
     if host == "::":
         check_all_interfaces("tcp transport: host='::'")
-    found = socket.getaddrinfo(host or None, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, kind, protocol, _, address = found[0]
     listener = socket.socket(family, kind, protocol)
     try:

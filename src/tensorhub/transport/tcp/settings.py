@@ -15,6 +15,7 @@ from ...protocol.errors import UsageError
 
 MIB = 1 << 20
 FAR_PROBE_S = 0.5  # a new stream takes some round trips of 50 ms to be as fast as it can
+PORTS = 32  # from a port that was given: so many workers share a host
 MAX_WANT_RANGES = 1024  # of one request: at most 20 bytes each in MessagePack, so always within MAX_WANT_BYTES
 
 
@@ -24,7 +25,7 @@ class TcpSettings:
 
     # Addresses or interfaces, with commas between them: each is listened on. Open to other hosts only when asked for.
     host: str = "127.0.0.1"
-    port: int = 0  # any free port: several workers share a host
+    port: int = 0  # 0: any free port; else the first of `PORTS` that is free
     # "host" or "host:port" as peers see it, for each of the above; None: what `host` says, or the outward one
     advertise: str | None = None
     leave_from: tuple[str, ...] = ()  # this worker's own addresses, for sources that have as many
