@@ -163,9 +163,11 @@ class ServerProcess(Process):
         patience_s=UNMOVED_S,
         state="",
         standby=False,
+        standby_of="",
     ):
         options = ["--port", str(port), "--lease", str(lease_s), *(["--fresh"] if fresh else [])]
         options += [*(["--state", str(state)] if state else []), *(["--standby"] if standby else [])]
+        options += ["--standby-of", standby_of] if standby_of else []
         command = [sys.executable, "-m", "tensorhub.cli", "serve", *options]
         environ = {
             "TENSORHUB_REPORT_S": str(report_s),
@@ -175,7 +177,7 @@ class ServerProcess(Process):
         if patience_s is not None:
             environ |= {"TENSORHUB_STALLED_S": str(patience_s), "TENSORHUB_SLOW_S": str(patience_s)}
         super().__init__("server", command, folder, env=environ)
-        if not standby:
+        if not standby and not standby_of:
             self.wait_until_it_listens()
 
     def wait_until_it_listens(self):

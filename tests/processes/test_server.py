@@ -1,5 +1,6 @@
 """The reference server dies, falls silent, or starts again and again: transfers go on, calls wait or end in time."""
 
+import socket
 import time
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 import tensorhub
 
 from .midway import held_midway, release
-from .process import LATE_S, eventually
+from .process import LATE_S, ServerProcess, eventually
 
 pytestmark = pytest.mark.processes
 
@@ -73,6 +74,53 @@ def test_a_standby_server_takes_over_when_the_first_one_is_killed(start, tmp_pat
     cluster.write(trainer, 2)
     assert trainer.call("publish", version=2, timeout=30) == 2
     assert reader.call("update", spec="latest", timeout=30) == 2
+    cluster.judge(reader, 2)
+
+
+def standby_elsewhere(cluster, tmp_path):
+    """A server with a journal of its own and another port, and both addresses as workers name them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    state, keeps = tmp_path / "other journal", {"lease_s": cluster.lease_s, "fresh": False}
+    first = cluster.server.address
+    second = cluster._add(ServerProcess(tmp_path, port=port, state=state, standby_of=first, **keeps))
+    eventually(state.exists, "it has copied the journal")
+    return second, f"{first},127.0.0.1:{port}"
+
+
+def test_a_server_on_another_host_takes_over_when_the_first_one_is_gone(start, tmp_path):
+    cluster = start(lease_s=1, state=tmp_path / "journal")
+    second, named = standby_elsewhere(cluster, tmp_path)
+    trainer, reader = cluster.replicas("trainer", "rollout-1", server=named)
+    cluster.publish(trainer, 7)
+    assert reader.call("replicate", spec="latest") == 7
+    cluster.server.kill()
+    second.wait_until_it_listens()
+    cluster.server = second
+    assert tensorhub.connect(named, timeout=20).next_version("policy") == 8
+    step(cluster, trainer, 8)
+    assert reader.call("wait_for", spec=8) == 8
+    assert reader.call("update", spec="latest") == 8
+    cluster.judge(reader, 8)
+
+
+@pytest.mark.long
+def test_of_two_servers_the_one_that_began_later_goes_on(start, tmp_path):
+    cluster = start(lease_s=1, state=tmp_path / "journal")
+    second, named = standby_elsewhere(cluster, tmp_path)
+    trainer, reader = cluster.replicas("trainer", "rollout-1", server=named)
+    cluster.publish(trainer, 1)
+    first = cluster.server
+    first.stop()
+    second.wait_until_it_listens()
+    first.go_on()
+    assert first.process.wait(20) == 1
+    assert "another reference server began later" in first.log
+    eventually(lambda: f"the reference server at {first.address} was still there" in second.log, "it hears of that")
+    cluster.server = second
+    step(cluster, trainer, 2)
+    assert reader.call("replicate", spec=2, wait=True) == 2
     cluster.judge(reader, 2)
 
 

@@ -267,6 +267,37 @@ def test_a_server_goes_on_without_a_journal_that_cannot_be_written(tmp_path, cap
     journal.close()
 
 
+def test_a_copied_journal_is_the_same_and_tells_not_which_workers_live(tmp_path):
+    """Also when the first one begins it anew meanwhile."""
+    first, copy = JournalFile(tmp_path / "journal"), JournalFile(tmp_path / "copy")
+    over = Over(ModelName("m"), ReplicaName("r"), Shard(0), Number(2))
+    part, length = "", 0
+    for record, is_whole, is_copied_whole in ((None, True, True), (over, False, False), (None, True, True)):
+        first.write([record or Begun(1, Number(length), first.boot)], is_whole=is_whole)
+        now, begins, data = first.since(part, length)
+        assert (begins == 0) == is_copied_whole
+        copy.copy(data, is_whole=begins == 0)
+        part, length = now, begins + len(data)
+        assert copy.path.read_bytes() == first.path.read_bytes()
+        assert first.since(part, length) == (part, length, b"")
+    assert first.since(part, length + 1)[1] == 0, "it does not have so much"
+    histories = [each.history(max_versions=9) for each in (first, copy)]
+    assert [each.is_whole for each in histories if each is not None] == [bool(first.boot), False]
+    first.close()
+    copy.close()
+
+
+def test_the_journal_is_for_those_who_show_the_token(tmp_path):
+    with tensorhub.serve(token="s3cret", state=tmp_path / "journal") as server:
+        assert get(server.address, "/v1/journal", Authorization="")[0] == 401
+        status, data = get(server.address, "/v1/journal", Authorization="Bearer s3cret")
+        assert (status, data) == (200, (tmp_path / "journal").read_bytes())
+        assert get(server.address, "/v1/journal?offset=x", Authorization="Bearer s3cret")[0] == 400
+        assert get(server.address, "/v1/journal?life=1", Authorization="Bearer s3cret") == (200, b"")
+    with tensorhub.serve(token="s3cret") as server:
+        assert get(server.address, "/v1/journal", Authorization="Bearer s3cret")[0] == 404
+
+
 @pytest.mark.parametrize("token", ["s3cret ", " s3cret", "s3\tcret", "s3cret\n", b"s3cret"])
 def test_no_server_starts_with_a_token_that_no_client_can_give(token):
     """HTTP takes blanks off the ends: then workers could join, and nobody could ask how they are."""

@@ -79,6 +79,15 @@ StandbyOption = Annotated[
 ]
 
 
+StandbyOfOption = Annotated[
+    str,
+    typer.Option(
+        help="Copy the journal of the server at this address, and begin when it is gone for two leases.",
+        show_default=False,
+    ),
+]
+
+
 @app.command()
 def serve(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
@@ -102,6 +111,7 @@ def serve(
     ] = False,
     state: StateOption = "",
     standby: StandbyOption = False,
+    standby_of: StandbyOfOption = "",
     lease: Annotated[
         float | None, typer.Option(help="Seconds for which a silent worker is believed.", show_default="10")
     ] = None,
@@ -145,6 +155,7 @@ def serve(
             fresh=fresh,
             state=state,
             standby=standby,
+            standby_of=standby_of,
             on_ready=tell,
         )
 

@@ -44,6 +44,8 @@ class JournalFile:
         self._is_written = asyncio.Event()
         self._file = self._lock = -1
         self._begun_bytes = self._bytes = 0
+        self._part = 0  # how often it was begun anew
+        self._is_copied = False
         try:
             self._check()
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -80,7 +82,8 @@ class JournalFile:
         except OSError as error:
             _log.warning("the journal %s cannot be read: %s", self.path, error)
             return None
-        return history_of(data, boot=self.boot, max_versions=max_versions)
+        boot = "" if self._is_copied else self.boot
+        return history_of(data, boot=boot, max_versions=max_versions)
 
     @property
     def is_long(self) -> bool:
@@ -89,7 +92,22 @@ class JournalFile:
 
     def write(self, records: Sequence[Record], *, is_whole: bool) -> None:
         """Append the records; `is_whole`: in place of all that is there."""
-        data = encoded(records)
+        self._put(encoded(records), is_whole=is_whole)
+
+    def copy(self, data: bytes, *, is_whole: bool) -> None:
+        """Append what another server has written, some time ago: it does not tell which workers live."""
+        self._is_copied = True
+        self._put(data, is_whole=is_whole)
+
+    def since(self, part: str, offset: int) -> tuple[str, int, bytes]:
+        """The part that is written now, an offset in it, and all bytes from there on: none before, if that is known."""
+        mine = f"{self.boot}-{os.getpid()}-{self._part}"
+        begins = offset if part == mine and 0 <= offset <= self._bytes else 0
+        if self._file < 0:
+            return mine, 0, b""
+        return mine, begins, os.pread(self._file, self._bytes - begins, begins)
+
+    def _put(self, data: bytes, *, is_whole: bool) -> None:
         try:
             if is_whole:
                 self._begin(data)
@@ -103,7 +121,7 @@ class JournalFile:
     def _begin(self, data: bytes) -> None:
         new = Path(f"{self.path}.new")
         new.unlink(missing_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_APPEND | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_APPEND | os.O_CLOEXEC
         file = os.open(new, flags, 0o600)
         try:
             _write(file, data)
@@ -115,6 +133,7 @@ class JournalFile:
         if self._file >= 0:
             os.close(self._file)
         self._file, self._begun_bytes, self._bytes = file, len(data), len(data)
+        self._part += 1
 
     def _give_up(self, error: OSError) -> None:
         _log.warning(

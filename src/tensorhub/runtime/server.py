@@ -32,6 +32,7 @@ from ..protocol.names import Digest, Ticket
 from ..protocol.settings import Settings
 from ..protocol.status import Status
 from ..server import Server
+from . import standby
 from .admission import Accepted, Descriptors, Names, UnknownClient, UnknownClients
 from .answers import Answers, Shown
 from .config import OTHER_HOST
@@ -390,9 +391,13 @@ class ServerShell:
         names: Iterable[str] = (),
         fresh: bool = False,
         journal: JournalFile | None = None,
+        first: standby.First | None = None,
     ) -> None:
-        """`journal`: None where it is to keep none. What a `fresh` one finds there is overwritten."""
-        now, self._journal = time.monotonic(), journal
+        """`journal`: None where it is to keep none. What a `fresh` one finds there is overwritten.
+
+        `first`: the server that it took over from, which may still be there.
+        """
+        now, self._journal, self._first = time.monotonic(), journal, first
         history = journal.history(max_versions=settings.max_versions) if journal is not None and not fresh else None
         boot = journal.boot if journal is not None else ""
         self.machine = Server(settings, now, time.time_ns() // 1000, fresh=fresh, history=history, boot=boot)
@@ -418,6 +423,7 @@ class ServerShell:
         self._shown = Shown(self.machine, lambda: self.intake.now)
         self.record = server_record()
         self.accepted = Accepted(time.monotonic)
+        self.life = self.machine.state.numbers.first
 
     def application(self) -> web.Application:
         app = web.Application(client_max_size=64 * 1024, middlewares=[self.accepted.note, self._part])
@@ -427,6 +433,7 @@ class ServerShell:
         app.router.add_get("/v1/targets", self._targets)
         self._answers.add_to(app)
         app.router.add_get("/healthz", self._healthz)
+        app.router.add_get(standby.PATH, self._show_journal)
         app.cleanup_ctx.append(self._running)
         app.on_shutdown.append(self._shutdown)
         return app
@@ -653,6 +660,21 @@ class ServerShell:
         self._authorise(request)
         return web.json_response(targets(self.machine))
 
+    async def _show_journal(self, request: web.Request) -> web.StreamResponse:
+        """For a server that stands by, or has taken over."""
+        self._authorise(request)
+        return standby.answer(request, self._journal, self.life, self.give_way)
+
+    def give_way(self, life: int) -> None:
+        """Another server has that life, which is higher."""
+        self.failure = standby.other_server(life)
+        self.on_failure.set()
+
+    def listen_again(self) -> None:
+        """Another server was there until now: workers may read what that has granted."""
+        self.machine.listen(now=self.intake.now)
+        self._set_timer()
+
     async def _healthz(self, request: web.Request) -> web.StreamResponse:
         state = {"status": "stopping" if self._is_stopping else "ok", "protocol": PROTOCOL}
         return web.json_response(state, status=503 if self._is_stopping else 200)
@@ -696,6 +718,8 @@ class ServerShell:
     async def _running(self, _: web.Application) -> AsyncIterator[None]:
         works = [self.intake.run(), self._sweep(), self._answers.polls.run(), watch_loop(self.record, LOOP_LAG)]
         works += [self._journal.sync()] if self._journal is not None else []
+        if self._first is not None:
+            works.append(self._first.compare(self.life, self.listen_again, self.give_way))
         tasks = [asyncio.create_task(work) for work in works]
         self.events.take_from(self.machine.state.events)
         self._set_timer()

@@ -28,10 +28,11 @@ from ..transport import threads
 from ..transport.tcp.addresses import check_all_interfaces, is_loopback
 from ..transport.threads import Thread, block_sigpipe, start
 from .admission import Seldom, check_limit, raise_limit
-from .config import access_of, check_integer, parse_text, server_names, state_directory
+from .config import access_of, check_integer, parse_address, parse_text, server_names, state_directory
 from .journal import JournalFile, JournalInUse
 from .loops import check_process, check_unpatched, held_lock, inheritable_loop, wait_in, warn_unreferenced
 from .server import SPARE_CONNECTIONS, ServerShell
+from .standby import First
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +50,15 @@ class Access(TypedDict):
     token: str | None
     insecure: bool | None
     names: str | Sequence[str] | None
+
+
+class Beginning(TypedDict):
+    """How a server begins."""
+
+    fresh: bool
+    state: str | os.PathLike[str] | None
+    standby: bool
+    standby_of: str
 
 
 class RunningServer:
@@ -76,8 +86,11 @@ async def start_server(
     fresh: bool,
     state: str | os.PathLike[str] | None = "",
     standby: bool = False,
+    standby_of: str = "",
 ) -> RunningServer:
     """Listen. With `standby` it waits until no other server uses the journal. Port 0 takes any free port.
+
+    `standby_of`: the address of a server whose journal it copies, until that one has been gone for two leases.
 
     Raises `Unavailable` at a limit of this process. Raises `UsageError` for what is no address, or one that cannot be
     had, for a token that no client could give, and where the token of this user cannot be made.
@@ -88,7 +101,12 @@ async def start_server(
     access = access_of(token=token, insecure=insecure, create=True)
     called = (host, *server_names(names))
     journal = await _journal(state, port, is_standby=standby)
-    shell = ServerShell(settings=settings, token=access.token, names=called, fresh=fresh, journal=journal)
+    first = First(parse_address(standby_of, "standby_of"), access.token, settings) if standby_of else None
+    if first is not None:
+        if journal is None or fresh:
+            raise UsageError("a standby server needs a journal, and is not fresh", hint="give --state, not --fresh")
+        await first.follow(journal)
+    shell = ServerShell(settings=settings, token=access.token, names=called, fresh=fresh, journal=journal, first=first)
     seldom = Seldom()
     seldom.listen_to(asyncio.get_running_loop())
     runner = web.AppRunner(
@@ -198,6 +216,7 @@ def run_server(
     fresh: bool = False,
     state: str | os.PathLike[str] | None = "",
     standby: bool = False,
+    standby_of: str = "",
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
     """Run a reference server until SIGTERM or SIGINT; blocks. `on_ready` gets its address once it listens.
@@ -213,7 +232,8 @@ def run_server(
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
         access = Access(token=token, insecure=insecure, names=names)
-        beginning = start_server(host, port, settings=settings, **access, fresh=fresh, state=state, standby=standby)
+        how = Beginning(fresh=fresh, state=state, standby=standby, standby_of=standby_of)
+        beginning = start_server(host, port, settings=settings, **access, **how)
         server = await _unless(stop, beginning)
         if server is None:
             return  # while it stood by

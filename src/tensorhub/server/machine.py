@@ -128,6 +128,11 @@ class Server:
             stalls.look(state)
         return self._settle() if state.dirty else []
 
+    def listen(self, *, now: float) -> None:
+        """Workers may come that another server has promised something: wait for a lease, as after a restart."""
+        self._advance_clock(now)
+        sessions.listen_anew(self.state)
+
     def to_journal(self) -> tuple[list[Record], bool]:
         """Records to be written before anything is sent, and whether they are the whole journal, to be begun anew."""
         state = self.state

@@ -174,6 +174,14 @@ def note_stale(state: State, hello: Hello, report: Report) -> None:
         model.is_listening = True
 
 
+def listen_anew(state: State) -> None:
+    """Another server may have promised something to any worker: listen for a lease."""
+    state.is_untold = state.is_recovering = state.is_journal_old = True
+    state.recovered_at = state.now + state.settings.lease_s
+    for model in state.models.values():
+        model.is_listening = True
+
+
 # --- What a report changes in the server's tables. Called by the server machine, whose tables these are.
 
 
