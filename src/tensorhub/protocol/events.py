@@ -179,8 +179,8 @@ class Stalled(_Event, frozen=True, kw_only=True, tag="stalled"):
     def text(self) -> str:
         name = f"{self.call} of {self.model}/{self.replica}"
         if self.is_over:
-            return f"{name} goes on or has ended: it stood still for {self.waited_s:.1f} s, waiting: {self.waits_for}"
-        return f"{name} has stood still for {self.waited_s:.1f} s, waiting: {self.waits_for}"
+            return f"{name} waits no more, after {self.waited_s:.1f} s; it waited: {self.waits_for}"
+        return f"{name} has waited for {self.waited_s:.1f} s: {self.waits_for}"
 
 
 class Lost(_Event, frozen=True, kw_only=True, tag="lost"):

@@ -14,7 +14,7 @@ from ..protocol.names import is_name
 
 _log = logging.getLogger("tensorhub.events")
 
-MAX_PAGE = 1_000  # events in one answer: they are encoded within a millisecond
+MAX_PAGE = 1_000  # events in one answer: they are found and encoded within 3 ms
 
 
 class EventLog:
