@@ -6,6 +6,7 @@ import re
 import socket
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -157,6 +158,26 @@ def test_bytes_that_differ_are_counted_by_both_sides(server, first_port):
     assert own.of("tensorhub_worker_read_failures_total", replica="rollout-0", code="corrupt-transfer") >= 1
     assert own.of("tensorhub_worker_call_errors_total", replica="rollout-0", verb="replicate") == 1
     assert central.of("tensorhub_read_failures_total", code="corrupt-transfer") >= 1
+
+
+def test_a_call_that_waits_for_a_first_version_is_no_long_one(server):
+    def waits(call, *arguments):
+        with pytest.raises(tensorhub.TensorHubError):
+            call(*arguments, timeout=2)
+
+    def longest(verb):
+        return Page(server.address).of("tensorhub_longest_call_seconds", verb=verb)
+
+    with (
+        joined(server, "early", {"w": np.zeros(8)}) as early,
+        tensorhub.open("other", replica="r", shard=0, shards=2, server=server.address) as half,
+        ThreadPoolExecutor() as pool,
+    ):
+        half.register({"w": np.zeros(8)})
+        calls = [pool.submit(waits, early.update), pool.submit(waits, half.publish, 1)]
+        eventually(lambda: (longest("update"), bool(longest("publish"))) == (0.0, True), "both calls")
+        for call in calls:
+            call.result()
 
 
 def test_no_page_without_the_token(server, first_port):

@@ -68,10 +68,15 @@ def _looked_at(state: State, model: Model, replica: Replica, call: GroupCall, kn
         version=call.version,
         waits_for=why,
         waited_s=waited_s,
-        is_expected=call.version is None and call.verb in facts.FILLS and (call.waits or model.newest is None),
+        is_expected=is_expected(model, call),
     )
     state.events.append(told)
     return known._replace(told=told)
+
+
+def is_expected(model: Model, call: GroupCall) -> bool:
+    """It waits for a version that is not published yet."""
+    return call.version is None and call.verb in facts.FILLS and (call.waits or model.newest is None)
 
 
 def _tell_end(state: State, known: OpenCall) -> None:
