@@ -327,7 +327,7 @@ class Actor:
 
     def look(self, name: str = "") -> dict[str, object]:
         weights = self.weights[name]
-        return {"progress": weights.progress, "version": weights.version, "statistics": weights.statistics()}
+        return {"version": weights.version, "statistics": weights.statistics()}
 
     def follow(
         self, name: str = "", within_s: float = 60.0, until: float = 2.0, **arguments: object
@@ -358,8 +358,8 @@ class Actor:
         """Wait until so much of the fill is in place. Returns when that was."""
         deadline = time.monotonic() + within_s
         while time.monotonic() < deadline:
-            done, chunks = self.weights[name].progress
-            if chunks and done >= share * chunks:
+            found = self.weights[name].progress
+            if found is not None and found.done_bytes >= share * found.total_bytes:
                 return time.monotonic()
             time.sleep(0.001)
         raise TimeoutError(f"not {share:.0%} in place within {within_s} s")

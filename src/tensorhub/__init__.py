@@ -41,10 +41,12 @@ from .transport import threads
 if TYPE_CHECKING:
     from . import aio
     from .api import View, Weights, connect, leave_on_sigterm, open, serve
+    from .calls import Call
     from .group import Group, open_group
     from .loading import Loaded, load, load_shards
     from .memory.host_memory import empty, empty_like
     from .protocol.layout import Box
+    from .runtime.statistics import Progress, Statistics
     from .sets import WeightsSet, open_set
 
 __version__ = "0.1.0"
@@ -52,6 +54,8 @@ __version__ = "0.1.0"
 _LAZY = {
     **dict.fromkeys(("View", "Weights", "connect", "leave_on_sigterm", "open", "serve"), ".api"),
     "Box": ".protocol.layout",
+    "Call": ".calls",
+    **dict.fromkeys(("Progress", "Statistics"), ".runtime.statistics"),
     **dict.fromkeys(("Group", "open_group"), ".group"),
     **dict.fromkeys(("Loaded", "load", "load_shards"), ".loading"),
     **dict.fromkeys(("empty", "empty_like"), ".memory.host_memory"),
@@ -60,6 +64,7 @@ _LAZY = {
 
 __all__ = [
     "Box",
+    "Call",
     "Closed",
     "CorruptTransfer",
     "DeadlineExceeded",
@@ -71,11 +76,13 @@ __all__ = [
     "LayoutMismatch",
     "Loaded",
     "NotDrained",
+    "Progress",
     "Refused",
     "ServerUnreachable",
     "SessionLost",
     "ShardTaken",
     "SourceLost",
+    "Statistics",
     "TensorHubError",
     "TransferError",
     "TransportMissing",

@@ -5,15 +5,20 @@ that is cancelled cancels its call, and nothing here ever blocks the caller's lo
 tensors, and take memory for masters, in a thread of their own.)
 """
 
+import asyncio
 import contextlib
+import inspect
+import logging
 import os
 import sys
+import threading
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
+from .calls import Callback, Shown
 from .loading import load_async, load_shards_async
 from .memory.registration import Registration
 from .memory.registration import register as register_tensors
@@ -22,8 +27,9 @@ from .protocol.events import Event, EventsView
 from .protocol.layout import Box
 from .protocol.manifest import Json, encode_metadata
 from .protocol.messages import Spec
-from .protocol.names import ModelName
+from .protocol.names import ModelName, Version
 from .protocol.status import LayoutView, ModelView, ReplicaView, Status, Transfer, VersionView
+from .runtime.cast_state import present_user
 from .runtime.client import Client
 from .runtime.config import (
     OpenArguments,
@@ -36,7 +42,7 @@ from .runtime.config import (
     parse_seconds,
     with_own_token,
 )
-from .runtime.loops import LoopThread, Undo, check_process, in_thread, loop_thread, warn_unreferenced
+from .runtime.loops import LoopThread, Undo, check_process, in_thread, is_worker_loop, loop_thread, warn_unreferenced
 from .runtime.opening import leave_at_once, open_client
 from .runtime.questions import (
     LONG_POLL_S,
@@ -49,6 +55,7 @@ from .runtime.questions import (
     plain_spec,
     wait_for_number,
 )
+from .runtime.statistics import Progress, Statistics
 from .runtime.tracing import traced
 from .tracebacks import AsyncBlock, brief, brief_methods
 
@@ -56,6 +63,8 @@ if TYPE_CHECKING:
     from .memory.registration import type_of_dtype, type_of_weights
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 load, load_shards = load_async, load_shards_async  # as in `tensorhub`, awaited
 
@@ -122,6 +131,13 @@ class Caller:
     def _deadline(self, timeout: object) -> float:
         return time.monotonic() + (self._timeout_s if timeout is None else parse_seconds(timeout, "timeout"))
 
+    def _check_outside(self, verb: str) -> None:
+        """Raises `UsageError` where the call would wait for its own caller."""
+
+    def _shown(self, callback: Any) -> Shown | None:
+        """What shows the progress of a call to its caller; None where nothing does."""
+        return None
+
     def _waits(self) -> AbstractContextManager[object]:
         """A block in which the calling thread waits for a call."""
         return contextlib.nullcontext()
@@ -151,18 +167,46 @@ class Worker(Caller):
         return self._client.metadata
 
     @property
-    def progress(self) -> tuple[int, int]:
-        """Chunks in place, and chunks in all, of the fill under way; (0, 0) when there is none."""
+    def progress(self) -> Progress | None:
+        """How far the fill of the tensors is: version, bytes, source and rate; None when there is none."""
         self._check_process()
         return self._client.progress
 
-    def statistics(self) -> dict[str, object]:
-        """Counters of this worker's life: bytes received by source replica, bytes sent, reports, connections.
-
-        Of more than 16 sources the latest are named; "(others)" is the sum of what came from those before.
-        """
+    def statistics(self) -> Statistics:
+        """Figures of this worker's life: bytes by source, seconds of updates and publishes, connections."""
         self._check_process()
         return self._client.statistics()
+
+    def _shown(self, callback: Any) -> Shown | None:
+        client = self._client
+        return Shown(lambda: client.progress, lambda: client.filled, callback) if callback is not False else None
+
+    def _check_outside(self, verb: str) -> None:
+        self._client.call_lock.check_outside(verb)
+
+    def _on_version(self, tell: Callable[[int], Coroutine[object, object, None]]) -> Callable[[], None]:
+        """The function that ends it. Raises `Closed`."""
+        self._check_process()
+        client, loop, name = self._client, self._thread.loop, self._name
+        client.check_usable()
+        is_over = threading.Event()
+
+        async def told(version: int) -> None:
+            try:
+                if not is_over.is_set():
+                    await tell(version)
+            except Exception as error:  # noqa: BLE001 - of the caller's function: it is logged
+                _log.error("on_version() of %s: its callback has failed for version %d", name, version, exc_info=error)
+
+        following: list[asyncio.Task[None]] = []
+        loop.call_soon_threadsafe(lambda: following.append(client.follow(told)))
+
+        def end() -> None:
+            is_over.set()
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and so has it
+                loop.call_soon_threadsafe(lambda: [task.cancel() for task in following])
+
+        return end
 
     def _waits(self) -> AbstractContextManager[object]:
         return self._client.callers.blocked()
@@ -247,6 +291,7 @@ class Weights(Worker):
         and nothing here keeps the memory. Until `resume` or `register` calls that need the tensors are a `UsageError`;
         copies in host memory are read and prefetched on. Does nothing while suspended. Raises as `unpublish` does.
         """
+        self._check_outside("suspend")
         deadline, suspension = self._deadline(timeout), self._client.suspension
         self._client.call_lock.check("suspend")
         suspension.check_registered()
@@ -290,6 +335,7 @@ class Weights(Worker):
         the others, within this timeout, and raises what went wrong. With nothing published it does nothing. Raises
         `NotDrained` if it was to keep the last copy of what was freed: that version is withdrawn, and lost.
         """
+        self._check_outside("unpublish")
         await self._here(self._client.operate("unpublish", "", self._deadline(timeout)))
 
     def mutating(
@@ -325,6 +371,7 @@ class Weights(Worker):
         if metadata is not None:
             encode_metadata(metadata)  # what cannot be published is said before the step
         claimed = parse_number(version, f"mutating() of {self._client.me}")
+        self._check_outside("mutating")
         claiming = self._client.operate("unpublish", "", self._deadline(within), claim=claimed)
         await self._here(claiming)
 
@@ -339,23 +386,31 @@ class Weights(Worker):
         spec: Spec = "latest",
         *,
         wait: bool = False,
+        progress: Callback = False,
         timeout: float | None = None,  # noqa: ASYNC109 - our own deadline
     ) -> int:
         """Fill the tensors with a version, verified; afterwards this worker serves it to others.
 
         `spec` is a version number, "latest" or "latest-N". "latest" waits for a first version, "latest-N" for so many;
         a number waits to be published with `wait=True`, as long as no higher one was. Returns the version when all
-        shards of the replica have it.
+        shards of the replica have it. `progress` is a function that gets a `Progress` up to four times a second, while
+        bytes come and once at the end, in the thread or task that waits here; an exception of it ends the call. True
+        shows a bar (tqdm, extra `progress`).
         On an error in mid-transfer the tensors are no version at all, and can only be filled again. Raises
         `VersionUnavailable`, `LayoutMismatch`, `CorruptTransfer`, `SourceLost`, `GroupIncomplete`, `GroupMismatch`.
         """
         if not isinstance(wait, bool):
             raise UsageError(f"wait={wait!r} is neither True nor False")
-        filling = self._client.operate("replicate", plain_spec(spec), self._deadline(timeout), waits=wait)
-        return _certain(await self._here(filling))
+        return await self._fill("replicate", spec, progress, timeout, waits=wait)
 
     @traced("update")
-    async def update(self, spec: Spec = "latest", *, timeout: float | None = None) -> int:  # noqa: ASYNC109 - our own deadline
+    async def update(
+        self,
+        spec: Spec = "latest",
+        *,
+        progress: Callback = False,
+        timeout: float | None = None,  # noqa: ASYNC109 - our own deadline
+    ) -> int:
         """Leave the version held and replicate a newer one, if there is one. Returns the version now held.
 
         Cheap when nothing is newer. Where no worker that has all of the newer version was heard for 2 s, "latest" keeps
@@ -363,10 +418,73 @@ class Weights(Worker):
         does not exist is `VersionUnavailable`. "prefetched" is the newest version that every shard of this replica has
         fetched ahead, whole; while there is none the version held is kept, and the call does not wait. So an update is
         never more than a local copy. It wants `prefetch="always"` on `open`, or `prefetch()` before (else
-        `UsageError`). Errors as of `replicate` and `unpublish`; after one the shards may hold different versions until
-        the next call succeeds.
+        `UsageError`). `progress` is that of `replicate`. It waits for blocks of `using`. Errors as of `replicate` and
+        `unpublish`; after one the shards may hold different versions until the next call succeeds.
         """
-        return _certain(await self._here(self._client.operate("update", plain_spec(spec), self._deadline(timeout))))
+        return await self._fill("update", spec, progress, timeout)
+
+    async def _fill(
+        self, verb: str, spec: Spec, progress: Callback, within: float | None, *, waits: bool = False
+    ) -> int:
+        self._check_outside(verb)
+        filling = self._client.operate(verb, plain_spec(spec), self._deadline(within), waits=waits)
+        shown = (
+            None if is_worker_loop(asyncio.get_running_loop()) else self._shown(progress)
+        )  # else its thread shows it
+        if shown is None:
+            return _certain(await self._here(filling))
+        with shown:
+            return _certain(await self._here(filling, tick=shown.tick))
+
+    def using(self, *, timeout: float | None = None) -> AbstractAsyncContextManager[int]:
+        """A block in which the tensors stay as they are: `async with weights.using() as version`.
+
+        Calls of others that would change them, or take the version back, wait for its end, within their timeouts:
+        `update`, `replicate`, `unpublish`, `mutating` and `suspend`. In the block such a call is a `UsageError`. It
+        begins once such a call has ended, within `timeout`. Blocks of one caller may lie inside each other. Raises
+        `UsageError` if no version is held, and `DeadlineExceeded`.
+        """
+        return AsyncBlock(self._using(timeout))
+
+    @contextlib.asynccontextmanager
+    async def _using(self, within: float | None) -> AsyncIterator[int]:
+        user = present_user()
+        name = user.get_name() if isinstance(user, asyncio.Task) else str(user)
+        version = await self._here(self._client.use(user, name, self._deadline(within)), undo=self._undo_use(user))
+        try:
+            yield version
+        finally:
+            self._leave_use(user)
+
+    def _undo_use(self, user: object) -> Undo[Version]:
+        async def undo(version: Version) -> None:
+            self._client.call_lock.leave(user)
+
+        return undo
+
+    def _leave_use(self, user: object) -> None:
+        """The block has ended. Waits for nothing."""
+        self._client.call_lock.leave(user)
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and all of its workers
+            self._thread.loop.call_soon_threadsafe(self._client.call_lock.wake)
+
+    def on_version(self, callback: Callable[[int], object]) -> Callable[[], None]:
+        """Call the function, or coroutine function, with each version that appears and is newer than the one held.
+
+        In the event loop that calls this, one at a time; a version that is passed by meanwhile is left out. An
+        exception is logged. Ends with `close()`, or when the function that this returns is called. Raises `Closed`.
+        """
+        here = asyncio.get_running_loop()
+
+        async def tell(version: int) -> None:
+            async def told() -> None:
+                found = callback(version)
+                if inspect.isawaitable(found):
+                    await found
+
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(told(), here))
+
+        return self._on_version(tell)
 
     async def prefetch(self, spec: Spec = "latest") -> None:
         """Begin to fill a copy in host memory with that version while the tensors go on holding theirs.
@@ -425,14 +543,20 @@ class Weights(Worker):
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _here(self, work: Coroutine[object, object, T], *, undo: Undo[T] | None = None) -> Coroutine[object, object, T]:
+    def _here(
+        self,
+        work: Coroutine[object, object, T],
+        *,
+        undo: Undo[T] | None = None,
+        tick: Callable[[], None] | None = None,
+    ) -> Coroutine[object, object, T]:
         try:
             self._check_process()
         except BaseException:
             work.close()
             raise
         self._client.callers.note()
-        return self._thread.run_here(work, undo=undo)
+        return self._thread.run_here(work, undo=undo, tick=tick)
 
 
 @brief

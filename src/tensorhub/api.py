@@ -4,6 +4,7 @@ Each call is that of `tensorhub.aio`, where its types and its text stand, made f
 timeout at the latest. An interrupt (Ctrl-C) of the waiting thread cancels the call.
 """
 
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,11 +14,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Concatenate, Generic, ParamSpec, TypeVar, Unpack
 
 from . import aio
+from .calls import Call
 from .memory.registration import register as register_tensors
+from .protocol.errors import UsageError
 from .protocol.events import Event
 from .protocol.layout import Box
+from .runtime.cast_state import present_user
 from .runtime.config import OpenArguments, check_integer, open_options, parse_seconds, server_settings
-from .runtime.loops import Undo, loop_thread
+from .runtime.loops import Undo, in_thread, loop_thread
 from .runtime.opening import leave_on_sigterm as install_sigterm
 from .runtime.questions import LONG_POLL_S
 from .runtime.serving import ServerThread
@@ -38,7 +42,13 @@ class Blocking(Generic[A]):
         self._aio = awaited
 
     def _wait(
-        self, work: Coroutine[object, object, T], timeout: object, what: str, *, undo: Undo[T] | None = None
+        self,
+        work: Coroutine[object, object, T],
+        timeout: object,
+        what: str,
+        *,
+        undo: Undo[T] | None = None,
+        tick: Callable[[], None] | None = None,
     ) -> T:
         ours = self._aio
         try:
@@ -48,12 +58,23 @@ class Blocking(Generic[A]):
             work.close()
             raise
         with ours._waits():
-            return ours._thread.wait(work, deadline=deadline, what=f"{what} of {ours._name}", undo=undo)
+            return ours._thread.wait(work, deadline=deadline, what=f"{what} of {ours._name}", undo=undo, tick=tick)
+
+    def _begin(self, work: Coroutine[object, object, T], timeout: object, what: str) -> Call[T]:
+        """It goes on while the caller does something else."""
+        ours = self._aio
+        try:
+            ours._check_process()
+            deadline = ours._deadline(timeout)
+        except BaseException:
+            work.close()
+            raise
+        return Call(ours._thread, work, deadline=deadline, what=f"{what} of {ours._name}", waits=ours._waits)
 
 
 def call_text(name: str, arguments: tuple[object, ...], options: Mapping[str, object]) -> str:
     """A call as its caller wrote it, for errors."""
-    named = [f"{name}={value!r}" for name, value in options.items() if name not in ("timeout", "metadata")]
+    named = [f"{name}={value!r}" for name, value in options.items() if name not in ("timeout", "metadata", "progress")]
     return f"{name}({', '.join([*map(repr, arguments), *named])})"
 
 
@@ -64,10 +85,53 @@ def blocking(
 
     @wraps(call)
     def waiting(self: Blocking[A], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        self._aio._check_outside(call.__name__)
+        shown = self._aio._shown(kwargs.get("progress", False))
         work = call(self._aio, *args, **kwargs)
-        return self._wait(work, kwargs.get("timeout"), call_text(call.__name__, args, kwargs))
+        what = call_text(call.__name__, args, kwargs)
+        if shown is None:
+            return self._wait(work, kwargs.get("timeout"), what)
+        with shown:
+            return self._wait(work, kwargs.get("timeout"), what, tick=shown.tick)
 
     return waiting
+
+
+def beginning(
+    call: Callable[Concatenate[A, P], Coroutine[object, object, T]],
+) -> Callable[Concatenate[Blocking[A], P], Call[T]]:
+    """The async method, for a thread that does something else meanwhile."""
+
+    @wraps(call)
+    def begin(self: Blocking[A], /, *args: P.args, **kwargs: P.kwargs) -> Call[T]:
+        check_begun(call.__name__, kwargs)
+        work = call(self._aio, *args, **kwargs)
+        return self._begin(work, kwargs.get("timeout"), call_text(call.__name__, args, kwargs))
+
+    begin.__doc__ = BEGUN.format(name=call.__name__)
+    return begin
+
+
+BEGUN = """Begin `{name}`, and return a `Call` at once. Takes what `{name}` takes, but for `progress`.
+
+        Raises what is wrong from the beginning; all else is raised by `wait()` of the call.
+        """
+
+
+def on_version(worker: aio.Weights, callback: Callable[[int], object]) -> Callable[[], None]:
+    """What `Weights.on_version` does."""
+
+    async def tell(version: int) -> None:
+        await in_thread(lambda: callback(version), name="on-version")
+
+    return worker._on_version(tell)
+
+
+def check_begun(verb: str, options: Mapping[str, object]) -> None:
+    """Raises `UsageError` for what a call that is begun does not take."""
+    if options.get("progress", False) is not False:
+        text = f"begin_{verb} takes no progress=, for no thread waits that could show it"
+        raise UsageError(text, hint="`weights.progress` tells how far it is")
 
 
 @brief
@@ -136,16 +200,44 @@ class Weights(aio.Worker, Blocking[aio.Weights]):
 
     @contextmanager
     def _mutating(self, version: int, metadata: Mapping[str, object] | None, timeout: float | None) -> Iterator[None]:
+        self._aio._check_outside("mutating")
         self._wait(self._aio._claim(version, timeout, metadata), timeout, f"mutating(version={version!r})")
         with self._client.call_lock.block_of(version):
             yield
         self.publish(version, metadata=metadata, timeout=timeout)
+
+    def using(self, *, timeout: float | None = None) -> Block[int]:
+        """Calls the coroutine."""
+        return Block(self._using(timeout))
+
+    @contextmanager
+    def _using(self, timeout: float | None) -> Iterator[int]:
+        user = present_user()
+        work = self._client.use(user, f"thread {threading.current_thread().name}", self._deadline(timeout))
+        version = self._wait(work, timeout, "using()", undo=self._aio._undo_use(user))
+        try:
+            yield version
+        finally:
+            self._aio._leave_use(user)
+
+    def on_version(self, callback: Callable[[int], object]) -> Callable[[], None]:
+        """Call the function with each version that appears and is newer than the one held.
+
+        In a thread of TensorHub, one at a time; a version that is passed by meanwhile is left out. An exception is
+        logged. Ends with `close()`, or when the function that this returns is called. Raises `Closed`.
+        """
+        return on_version(self._aio, callback)
 
     def close(self, *, timeout: float | None = None) -> None:
         """Calls the coroutine. A finaliser may call it."""
         self._aio._is_closing = True
         if not self._thread.leaves(lambda: self._aio.close(timeout=timeout)):
             self._wait(self._aio.close(timeout=timeout), timeout, "close()")
+
+    begin_publish = beginning(aio.Weights.publish)
+    begin_replicate = beginning(aio.Weights.replicate)
+    begin_unpublish = beginning(aio.Weights.unpublish)
+    begin_update = beginning(aio.Weights.update)
 
     suspend = blocking(aio.Weights.suspend)
     publish = blocking(aio.Weights.publish)
@@ -242,7 +334,7 @@ class View(Blocking[aio.View]):
 
 for _ours, _theirs, _names in (
     (globals(), vars(aio), ("open", "connect", "Weights", "View")),
-    (vars(Weights), vars(aio.Weights), ("register", "resume", "mutating", "close")),
+    (vars(Weights), vars(aio.Weights), ("register", "resume", "mutating", "using", "close")),
     (vars(View), vars(aio.View), ("events",)),
 ):
     for _name in _names:

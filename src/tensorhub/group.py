@@ -4,21 +4,25 @@ A call ends when it has ended at each of them; of their errors it raises the cau
 """
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, Unpack
 
 from . import aio
-from .api import call_text
+from .api import BEGUN, call_text, check_begun, on_version
+from .calls import Call, Shown
 from .memory.registration import register as register_tensors
 from .protocol.errors import GroupIncomplete, GroupMismatch, UsageError
 from .protocol.layout import Box
 from .protocol.manifest import Json, encode_metadata
+from .runtime.cast_state import present_user
 from .runtime.config import MAX_SHARDS, OpenArguments, Options, check_integer, open_options
 from .runtime.loops import loop_thread
+from .runtime.statistics import Progress, Statistics, added
 from .tracebacks import Block, brief, brief_methods
 
 if TYPE_CHECKING:
@@ -38,10 +42,35 @@ def _together(
     @wraps(call)
     def waiting(self: "Several", /, *args: P.args, **kwargs: P.kwargs) -> T:
         members = self._members[:1] if is_question else self._members
-        works = [call(member, *args, **kwargs) for member in members]
-        return self._wait(works, kwargs.get("timeout"), call_text(call.__name__, args, kwargs))[0]
+        for member in members:
+            member._check_outside(call.__name__)
+        with self._shown(kwargs.get("progress", False)) as shown:
+            works = [call(member, *args, **kwargs) for member in members]
+            tick = None if shown is None else shown.tick
+            return self._wait(works, kwargs.get("timeout"), call_text(call.__name__, args, kwargs), tick=tick)[0]
 
     return waiting
+
+
+def _beginning(
+    call: Callable[Concatenate[aio.Weights, P], Coroutine[object, object, T]],
+) -> Callable[Concatenate["Several", P], Call[T]]:
+    """That method, of all at once, for a thread that does something else meanwhile."""
+
+    @wraps(call)
+    def begin(self: "Several", /, *args: P.args, **kwargs: P.kwargs) -> Call[T]:
+        check_begun(call.__name__, kwargs)
+        what = f"{call_text(call.__name__, args, kwargs)} of {self._name}"
+        first = self._members[0]
+        deadline = first._deadline(kwargs.get("timeout"))
+
+        async def of_all() -> T:
+            return (await together([call(member, *args, **kwargs) for member in self._members]))[0]
+
+        return Call(first._thread, of_all(), deadline=deadline, what=what, waits=self._waits)
+
+    begin.__doc__ = BEGUN.format(name=call.__name__)
+    return begin
 
 
 @brief_methods
@@ -62,6 +91,23 @@ class Several:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(timeout=self._members[0]._hurry(error))
+
+    def using(self, *, timeout: float | None = None) -> Block[int]:
+        """Calls `Weights.using` of all shards: their tensors stay as they are in the block."""
+        return Block(self._using(timeout))
+
+    @contextmanager
+    def _using(self, timeout: float | None) -> Iterator[int]:
+        user, name = present_user(), f"thread {threading.current_thread().name}"
+        with ExitStack() as blocks:
+            for member in self._members:
+                deadline = member._deadline(timeout)
+                self._wait([member._client.use(user, name, deadline)], timeout, "using()")
+                blocks.callback(member._leave_use, user)
+            version = self.version
+            if version is None:
+                raise UsageError(f"using() of {self._name}, which holds no version", hint="update() on all of it first")
+            yield version
 
     suspend = _together(aio.Weights.suspend)
     publish = _together(aio.Weights.publish)
@@ -108,10 +154,19 @@ class Several:
         return held.pop() if len(held) == 1 else None
 
     @property
-    def progress(self) -> tuple[int, int]:
-        """Chunks in place, and chunks in all, of the fills under way, all together."""
-        every = [member.progress for member in self._members]
-        return sum(done for done, _ in every), sum(chunks for _, chunks in every)
+    def progress(self) -> Progress | None:
+        """How far the fills of all of them are together; None when there is none."""
+        return added([each for member in self._members if (each := member.progress) is not None])
+
+    def _shown(self, callback: object) -> AbstractContextManager[Shown | None]:
+        """Shows the progress of all of them to their caller; nothing for False."""
+        if callback is False:
+            return nullcontext()
+
+        def filled() -> Progress | None:
+            return added([each for member in self._members if (each := member._client.filled) is not None])
+
+        return Shown(lambda: self.progress, filled, callback)  # type: ignore[arg-type]
 
     def _claim(self, version: int, timeout: float | None) -> None:
         """The beginning of `mutating`."""
@@ -122,7 +177,22 @@ class Several:
 
         self._wait([claim(member) for member in self._members], timeout, f"mutating(version={version!r})")
 
-    def _wait(self, works: list[Coroutine[object, object, T]], timeout: object, what: str) -> list[T]:
+    @contextmanager
+    def _waits(self) -> Iterator[None]:
+        """A block in which the calling thread waits for a call of all."""
+        with ExitStack() as waiting:
+            for member in self._members:
+                waiting.enter_context(member._client.callers.blocked())
+            yield
+
+    def _wait(
+        self,
+        works: list[Coroutine[object, object, T]],
+        timeout: object,
+        what: str,
+        *,
+        tick: Callable[[], None] | None = None,
+    ) -> list[T]:
         first = self._members[0]
         try:
             first._check_process()
@@ -131,10 +201,8 @@ class Several:
             for work in works:
                 work.close()
             raise
-        with ExitStack() as waiting:
-            for member in self._members:
-                waiting.enter_context(member._client.callers.blocked())
-            return first._thread.wait(together(works), deadline=deadline, what=f"{what} of {self._name}")
+        with self._waits():
+            return first._thread.wait(together(works), deadline=deadline, what=f"{what} of {self._name}", tick=tick)
 
 
 async def together(works: Sequence[Coroutine[object, object, T]]) -> list[T]:
@@ -244,6 +312,15 @@ class Group(Several):
         works = [member.take(one, of=each) for member, one, each in zip(self._members, taken, every or (), strict=True)]
         self._wait(works, None, "register()")
 
+    begin_publish = _beginning(aio.Weights.publish)
+    begin_replicate = _beginning(aio.Weights.replicate)
+    begin_unpublish = _beginning(aio.Weights.unpublish)
+    begin_update = _beginning(aio.Weights.update)
+
+    def on_version(self, callback: Callable[[int], object]) -> Callable[[], None]:
+        """As `Weights.on_version`, of the model that all of them are shards of."""
+        return on_version(self._members[0], callback)
+
     replicate = _together(aio.Weights.replicate)
     update = _together(aio.Weights.update)
 
@@ -255,8 +332,8 @@ class Group(Several):
         """What its publisher said of the version that every shard holds; None if there is none."""
         return self._members[0].metadata if self.version is not None else None
 
-    def statistics(self) -> list[dict[str, object]]:
-        """Counters of each shard, in order."""
+    def statistics(self) -> list[Statistics]:
+        """Figures of each shard, in order."""
         return [member.statistics() for member in self._members]
 
 

@@ -19,6 +19,7 @@ from .protocol.messages import PREFETCHED, Spec, parse_spec, steps_back
 from .protocol.names import Version
 from .runtime.config import OpenArguments, check_name, open_options
 from .runtime.questions import available_versions, plain_spec, wait_for_version
+from .runtime.statistics import Statistics
 from .tracebacks import brief, brief_methods
 
 if TYPE_CHECKING:
@@ -122,8 +123,8 @@ class WeightsSet(Several):
         held = self.version
         return None if held is None else {name: each.metadata or {} for name, each in self._by_model()}
 
-    def statistics(self) -> dict[str, dict[str, object]]:
-        """Counters of each model's worker, by model."""
+    def statistics(self) -> dict[str, Statistics]:
+        """Figures of each model's worker, by model."""
         return {name: member.statistics() for name, member in self._by_model()}
 
     def _by_model(self) -> list[tuple[str, aio.Weights]]:

@@ -171,7 +171,6 @@ class WorkerProcess:
             "is_open": weights is not None,
             "version": weights.version if weights else None,
             "metadata": weights.metadata if weights else None,
-            "progress": weights.progress if weights else (0, 0),
             "statistics": weights.statistics() if weights else {},
             "lease_is_over": weights._aio._client.driver.data.lease.is_over if weights else True,
             "reading": self.valves["reading"].look(),

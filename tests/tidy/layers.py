@@ -37,6 +37,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "uvloop": ("runtime",),
     "prometheus_client": ("runtime",),
     "opentelemetry": ("runtime",),
+    "tqdm": ("api",),
     "typer": ("cli",),
     "rich": ("cli",),
     "vllm": ("integrations",),

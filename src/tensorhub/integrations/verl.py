@@ -114,4 +114,4 @@ class TensorHubCheckpointEngine(CheckpointEngine):
 
     def statistics(self) -> dict[str, object]:
         """Counters of this rollout: bytes by the replica that they came from, and more."""
-        return self._weights.statistics() if self._weights is not None else {}
+        return dict(self._weights.statistics()) if self._weights is not None else {}

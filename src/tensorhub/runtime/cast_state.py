@@ -5,6 +5,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..memory.describe import some
@@ -30,11 +31,33 @@ HELD_HINT = "unpublish(), then publish a higher number; mutating(version=...) do
 BLOCK_HINT = "the block only changes the tensors; its end publishes them, and an exception in it does not"
 
 
+CHANGING = ("mutating", "replicate", "suspend", "unpublish", "update")  # they end what a block of `using` has
+
+
+@dataclass
+class User:
+    """A thread, or a task, in a block of `using`."""
+
+    name: str
+    since: float
+    depth: int = 0  # blocks inside each other
+
+
+def present_user() -> object:
+    """The task that runs, or else the thread."""
+    try:
+        return asyncio.current_task() or threading.current_thread()
+    except RuntimeError:
+        return threading.current_thread()
+
+
 class CallLock:
-    """Of one worker. Calls take it in the worker's loop, blocks in their caller's thread."""
+    """Of one worker. Calls take it in the worker's loop, blocks of `mutating` in their caller's thread."""
 
     def __init__(self, me: WorkerId) -> None:
         self._me = me
+        self._users: dict[object, User] = {}  # each is changed by its user, and entered in the worker's loop
+        self._waiting: list[asyncio.Future[None]] = []
         self.calling = ""  # the call that has not ended
         self._block = ""  # of a `mutating`, that is being run
 
@@ -60,6 +83,53 @@ class CallLock:
             yield
         finally:
             self.calling = ""
+            self.wake()
+
+    def check_outside(self, verb: str) -> None:
+        """Called by the caller itself. Raises `UsageError` where the call would wait for its own block of `using`."""
+        if verb in CHANGING and present_user() in self._users:
+            text = f"{verb} on {self._me} inside a block of its using() would wait for itself"
+            raise UsageError(text, hint="leave the block first, or begin_update() in it and wait() after it")
+
+    def use(self, user: object, name: str) -> None:
+        """The block of `using` begins."""
+        self._users.setdefault(user, User(name, time.monotonic())).depth += 1
+
+    def is_using(self, user: object) -> bool:
+        """It is in a block of `using` already."""
+        return user in self._users
+
+    def leave(self, user: object) -> None:
+        """The block of `using` ends. Any thread may call it; a `wake` follows."""
+        self._users[user].depth -= 1
+        if not self._users[user].depth:
+            del self._users[user]
+
+    def used_by(self) -> str:
+        """What a call that changes the tensors waits for; "" if it need not wait."""
+        now = time.monotonic()
+        users = [f"{user.name} for {now - user.since:.3g} s" for user in list(self._users.values())]
+        return f"a block of using(), held by {', '.join(users)}" if users else ""
+
+    async def until(self, is_true: Callable[[], bool], deadline: float) -> bool:
+        """Wait until it is true, or the deadline. Returns whether it is. It is asked again at each `wake`."""
+        while not is_true():
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append(future)
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await future
+            except TimeoutError:
+                return is_true()
+            finally:
+                self._waiting.remove(future)
+        return True
+
+    def wake(self) -> None:
+        """Something has changed."""
+        for future in self._waiting:
+            if not future.done():
+                future.set_result(None)
 
     @contextlib.contextmanager
     def block_of(self, version: int) -> Iterator[None]:

@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
@@ -50,14 +50,15 @@ from ..reshard.grid import Grid
 from ..reshard.read import TiledVersion, grid_for, tiled_version, with_boxes_like
 from ..transport.base import Transport
 from ..worker.events import Called, Registered, Wished
-from .cast_state import HELD_HINT, BackgroundUnpublish, CallLock, CastState, Suspension
+from .cast_state import CHANGING, HELD_HINT, BackgroundUnpublish, CallLock, CastState, Suspension
 from .config import Options
 from .connection import encode
 from .content import Known, changed_tensors
-from .driver import AFTER_DEADLINE_S, Driver, failed
+from .driver import AFTER_DEADLINE_S, Driver, LongWait, failed
 from .loops import in_thread
 from .metrics import CALL, CALL_ERRORS, HASH, VERIFY
 from .questions import check_held, fetch_layouts, siblings, wait_for_holders, wait_for_version
+from .statistics import Progress, Statistics
 
 # Tiles. All shards of a replica make the same grid from the layouts of all living replicas, which the server knows.
 # If another replica registers just then, the server says so, and all shards make it anew.
@@ -412,6 +413,7 @@ class Boxing:
         await client.driver.call(called)
 
 
+FOLLOW_S = 3600.0  # of one question for a newer version; then it is asked again
 MAX_CUTS = 3  # of one publish
 CUT_OTHERWISE = "into different tiles"  # as `server/calls.py` says it
 
@@ -434,6 +436,8 @@ class Client:
         self.call_lock = CallLock(self.me)
         self.suspension = Suspension(self.driver, self.unpublishing, self.call_lock)
         self._closing: asyncio.Task[None] | None = None
+        self._following: set[asyncio.Task[None]] = set()
+        self.filled: Progress | None = None  # of the last call, if it has filled the tensors
         self._grid: tuple[Digest, Grid, int] | None = None  # of the last publish: the layout, and how it was cut
         self.boxing = Boxing(self)
 
@@ -446,12 +450,12 @@ class Client:
 
         A call that has failed may leave readers behind, who are being cut off: that is waited for.
         """
-        self._check_usable()
+        self.check_usable()
         await self.unpublishing.over(None, "register()")
         worker = self.driver.worker
         if not self.call_lock.calling and worker.held is None:
             await self.driver.until(lambda: worker.may_register or bool(self.call_lock.calling), deadline)
-            self._check_usable()
+            self.check_usable()
         if self.call_lock.calling or not worker.may_register:
             held = f"version {worker.held} is held" if worker.held is not None else "its tensors are still being read"
             why = f"{self.call_lock.calling} has not ended" if self.call_lock.calling else held
@@ -495,6 +499,8 @@ class Client:
         """One group call that is no publish. Returns the version then held. `claim` is of an unpublish."""
         with self._one_call("mutating" if claim is not None else verb):
             called = Called(verb, spec, deadline, claim=claim, waits=waits)
+            self.filled = None
+            await self._unused(called)
             await self.unpublishing.over(deadline, f"{verb}()", partial(self.miss, called))
             registration = self.driver.data.registration
             self.cast_state.check_whole(called, self.driver)
@@ -503,7 +509,7 @@ class Client:
                     return await self.carried(called)
                 await self.unpublishing.begin(self.carried(called), deadline)
                 return None
-            worker = self.driver.worker
+            worker, before = self.driver.worker, self.driver.worker.held
             try:
                 self._check_in_place()
                 self.cast_state.check(registration, f"{verb}()")
@@ -518,7 +524,65 @@ class Client:
             version = known if known is not None else await self._filled(called)
             held = worker.buffer if isinstance(worker.buffer, Holding) else None
             await self.cast_state.give_back(registration, held, deadline)
+            if registration is not None and version is not None and version != before:
+                size_bytes = registration.size_bytes
+                self.filled = Progress(version, size_bytes, size_bytes, self.driver.read_from, 0)
             return version
+
+    async def _unused(self, called: Called) -> None:
+        """Waits until no block of `using` has the tensors. Raises `DeadlineExceeded`, which says which block does."""
+        lock = self.call_lock
+        if not lock.used_by():
+            return
+        what = f"{called.verb}() of {self.me}"
+        began = time.monotonic()
+        waits = LongWait(what, lambda: (lock.used_by(), began))
+        try:
+            if not await lock.until(lambda: not lock.used_by() or self.is_leaving, called.deadline):
+                raise DeadlineExceeded(f"{what} waits for {lock.used_by()}", hint="leave the block between two batches")
+            self.check_usable()
+        except TensorHubError as error:
+            self.miss(called, error)
+            raise
+        finally:
+            waits.end()
+
+    async def use(self, user: object, name: str, deadline: float) -> Version:
+        """Begins a block in which the tensors stay as they are. Returns the version that they are."""
+        self.check_usable()
+        lock = self.call_lock
+        if not lock.is_using(user):
+            if not await lock.until(lambda: lock.calling not in CHANGING or self.is_leaving, deadline):
+                text = f"using() of {self.me} waits for its {lock.calling}, which has not ended"
+                raise DeadlineExceeded(text, hint="retry with a longer timeout")
+            self.check_usable()
+        version = self.version
+        if version is None:
+            raise UsageError(f"using() of {self.me}, which holds no version", hint="replicate() or update() first")
+        lock.use(user, name)
+        return version
+
+    def follow(self, tell: Callable[[Version], Coroutine[object, object, None]]) -> asyncio.Task[None]:
+        """Tells each version that appears and is newer than what is held, until the task is cancelled."""
+        task = asyncio.get_running_loop().create_task(self._follow(tell))
+        self._following.add(task)
+        task.add_done_callback(self._following.discard)
+        return task
+
+    async def _follow(self, tell: Callable[[Version], Coroutine[object, object, None]]) -> None:
+        told = -1
+        while not self.is_leaving:
+            following = max(told, -1 if self.version is None else self.version) + 1
+            try:
+                version = await wait_for_version(self.options, self.me.model, following, time.monotonic() + FOLLOW_S)
+            except DeadlineExceeded:
+                continue
+            except TensorHubError as error:
+                _log.warning("%s hears of no further version: %s", self.me, error)
+                return
+            told = version
+            if self.version is None or version > self.version:
+                await tell(version)
 
     async def settled(
         self, verb: str, deadline: float, *, missed: Callable[[BaseException], None] | None = None
@@ -566,17 +630,17 @@ class Client:
 
     async def prefetch(self, spec: Spec) -> None:
         """Fill a host copy with that version in the background, and with newer ones as they come if it is "latest"."""
-        self._check_usable()
+        self.check_usable()
         self.pins.prefetch(spec)
 
     async def pin(self, version: Version, deadline: float) -> None:
         """Keep a version, however new others are. Raises `VersionUnavailable` if no worker has it."""
-        self._check_usable()
+        self.check_usable()
         await self.pins.pin(version, self.options, deadline)
 
     async def unpin(self, version: Version, deadline: float) -> None:
         """Take a pin back. Does nothing where there was none."""
-        self._check_usable()
+        self.check_usable()
         await self.pins.unpin(version, deadline)
 
     async def publish(self, version: Spec, deadline: float, metadata: bytes | None = None) -> Version | None:
@@ -632,7 +696,7 @@ class Client:
 
     async def _hashed(self, held: Known | None, deadline: float, metadata: bytes) -> Known:
         """Hashes the registered tensors. Casts them before, unless the version is held."""
-        self._check_usable()  # it may have been closed while masters were compared
+        self.check_usable()  # it may have been closed while masters were compared
         registration = self.driver.data.registration
         assert registration is not None, "why_not_begin had seen a layout"
         prepare = self._prepare_tiles
@@ -683,19 +747,19 @@ class Client:
 
         The server that has said so may have come back just now. The next call of this worker is to reach it as well.
         """
-        self._check_usable()
+        self.check_usable()
         version = await wait_for_version(self.options, self.me.model, spec, deadline)
         await self.driver.until(lambda: self.driver.worker.has_heard, deadline)
         return version
 
     async def wait_held(self, version: Version, fraction: float, deadline: float) -> tuple[str, ...]:
         """Until that fraction of the other replicas hold the version or a newer one. Returns their names."""
-        self._check_usable()
+        self.check_usable()
         return await wait_for_holders(self.options, self.me.model, self.me.replica, version, fraction, deadline)
 
     async def check(self, deadline: float) -> None:
         """Hash the held version again. Raises `NotDrained` naming the tensors that were changed."""
-        self._check_usable()
+        self.check_usable()
         content, held = self.driver.data.content, self.driver.worker.held
         if held is None or content is None or content.manifest is None:
             raise UsageError(f"{self.me} holds no version, so there is nothing to check", hint="publish or replicate")
@@ -726,11 +790,12 @@ class Client:
         return decode_metadata(manifest.metadata) if manifest is not None else None
 
     @property
-    def progress(self) -> tuple[int, int]:
-        return (0, 0) if self.driver.is_gone else self.driver.worker.progress
+    def progress(self) -> Progress | None:
+        """How far the fill of the tensors is; None if there is none."""
+        return None if self.driver.is_gone else self.driver.progress
 
-    def statistics(self) -> dict[str, object]:
-        """Counters of this worker's life."""
+    def statistics(self) -> Statistics:
+        """Figures of this worker's life."""
         return self.driver.statistics()
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -761,6 +826,9 @@ class Client:
 
     async def _close(self, deadline: float) -> None:
         self.boxing.end()
+        for task in self._following:
+            task.cancel()
+        self.call_lock.wake()
         is_drained = await self.driver.leave(deadline)
         self.unpublishing.end()
         if not is_drained and self.driver.broken is None:
@@ -768,7 +836,7 @@ class Client:
 
     def check_may_call(self, verb: str) -> None:
         """Raises `UsageError` or `Closed` if the call may not begin now. Changes nothing."""
-        self._check_usable()
+        self.check_usable()
         self.call_lock.check(verb)
         self.suspension.check(verb)
 
@@ -777,14 +845,14 @@ class Client:
         """One call at a time: hashing belongs to the call, but the machine hears of it only afterwards."""
         self.check_may_call(verb)
         record = self.driver.record
-        with self.call_lock.of(verb), record.timed(CALL, verb):
+        with self.call_lock.of(verb), record.timed(CALL, verb), self.driver.last.timed(verb, record):
             try:
                 yield
             except TensorHubError as error:
                 record.add(CALL_ERRORS, 1, verb, error.code)
                 raise
 
-    def _check_usable(self) -> None:
+    def check_usable(self) -> None:
         broken = self.driver.broken
         if broken is not None:
             raise InvariantViolation(f"{self.me} has stopped: {broken}") from broken

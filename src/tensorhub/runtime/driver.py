@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import inf
 from typing import Any, assert_never
 
@@ -22,7 +23,7 @@ from ..protocol.errors import (
     error_from_code,
 )
 from ..protocol.events import size_text
-from ..protocol.messages import Failure, Hello, Orders, ReadDone, Refusal, Withdrawing, named
+from ..protocol.messages import Failure, Filling, Hello, Orders, ReadDone, Refusal, Source, Withdrawing, named
 from ..protocol.names import Version
 from ..transport import threads
 from ..transport.base import Transport
@@ -57,10 +58,42 @@ from .config import Options
 from .connection import START, Connection, ConnectionEvent, unreached
 from .dataplane import DataPlane
 from .loops import in_thread
-from .metrics import DRAIN, Record, WorkerPage
+from .metrics import CALL, DRAIN, HASH, READ, VERIFY, Record, WorkerPage
+from .statistics import Progress, Statistics
 from .tile_reads import Covering
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass
+class LastCalls:
+    """Seconds of the last fill and of the last publish."""
+
+    update_s: float = 0.0
+    transfer_s: float = 0.0
+    verify_s: float = 0.0
+    publish_s: float = 0.0
+    hash_s: float = 0.0
+
+    @contextlib.contextmanager
+    def timed(self, verb: str, record: Record) -> Iterator[None]:
+        """Measures the call, also where it raises."""
+        began, read, checked, hashed = time.monotonic(), record.total(READ), record.total(VERIFY), record.total(HASH)
+        try:
+            yield
+        finally:
+            seconds = time.monotonic() - began
+            if verb == "publish":
+                self.publish_s, self.hash_s = seconds, record.total(HASH) - hashed
+            elif verb in ("update", "replicate"):
+                self.update_s = seconds
+                self.transfer_s, self.verify_s = record.total(READ) - read, record.total(VERIFY) - checked
+
+
+def replicas_of(sources: Sequence[Source]) -> str:
+    """Their names, each once."""
+    return ", ".join(dict.fromkeys(source.worker.replica for source in sources))
+
 
 SAYS_AFTER_S = (5.0, 30.0)  # since it began: what is over by itself is over by the first
 EVERY_S = 60.0  # from then on
@@ -170,6 +203,8 @@ class Driver:
         """`why_it_cannot_end` is asked once, of a call that waits long for living shards. Its answer ends the call."""
         self.me = hello.worker
         self.record = Record((self.me.model, self.me.replica, str(self.me.shard)))
+        self.last = LastCalls()
+        self.read_from = ""  # the replicas of the last read
         self.page: WorkerPage | None = None  # which shows the record
         self._drains_since: float | None = None
         self.data = DataPlane(
@@ -333,11 +368,29 @@ class Driver:
         known = (self.connection.why if not self.connection.is_connected else "", shortage)
         return replace(failure, message="; ".join([failure.message, *filter(None, known)]), hint=remedy or failure.hint)
 
-    def statistics(self) -> dict[str, object]:
-        """Counters of this worker's life."""
-        data, copies = self.data.statistics(), self.data.copies
+    @property
+    def progress(self) -> Progress | None:
+        """How far the fill of the tensors is; None if there is none. Any thread may ask."""
+        buffer, reading, registration = self.worker.buffer, self.worker.reading, self.data.registration
+        if not isinstance(buffer, Filling) or registration is None:
+            return None
+        total = registration.size_bytes
+        done = total * buffer.done // buffer.chunks if buffer.chunks else 0
+        if reading is None or reading.to_host:
+            return Progress(buffer.version, done, total, "", 0)
+        arrived = min(total, reading.arrived_bytes)  # of chunks under way too
+        return Progress(
+            buffer.version, max(done, arrived), total, replicas_of(reading.sources), reading.rate_bytes_per_s
+        )
+
+    def statistics(self) -> Statistics:
+        """Figures of this worker's life."""
+        data, copies, record = self.data.statistics(), self.data.copies, self.record
+        machine = self.worker.statistics()
         return {
-            **self.worker.statistics(),
+            "reports": machine["reports"],
+            "unacknowledged": machine["unacknowledged"],
+            "received_bytes": machine["received_bytes"],
             "bytes_by_source": dict(self.data.received.by_replica),
             "bytes_by_transport": dict(self.data.received.by_transport),
             "sent_bytes": data.get("sent_bytes", 0),
@@ -349,6 +402,17 @@ class Driver:
             "connects": self.connection.connects,
             "is_connected": self.connection.is_connected,
             "transport": data,
+            "update_s": self.last.update_s,
+            "update_transfer_s": self.last.transfer_s,
+            "update_verify_s": self.last.verify_s,
+            "publish_s": self.last.publish_s,
+            "publish_hash_s": self.last.hash_s,
+            "total_update_s": record.total(CALL, "update") + record.total(CALL, "replicate"),
+            "total_transfer_s": record.total(READ),
+            "total_verify_s": record.total(VERIFY),
+            "total_publish_s": record.total(CALL, "publish"),
+            "total_hash_s": record.total(HASH),
+            "total_drain_s": record.total(DRAIN),
         }
 
     async def until(self, is_true: Callable[[], bool], deadline: float) -> bool:
@@ -451,6 +515,7 @@ class Driver:
             case StartRead(grant=grant):
                 self._source = named(grant.sources)
                 _log.debug("%s reads version %d from %s: %s", self.me, grant.version, self._source, grant.reason)
+                self.read_from = replicas_of(grant.sources)
                 self.data.start_read(grant)
             case Trust(until=until):
                 self.data.trust(until)

@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from ..protocol.errors import Closed, DeadlineExceeded, TensorHubError, UsageError
 from ..transport import threads
@@ -185,6 +185,7 @@ AGAIN_S = 0.1  # until the next try to start a thread that must be
 GRACE_S = 0.8  # a call that has not ended this long after its deadline is given up by its caller: the loop is stuck
 OUR_THREAD = "this is the thread of TensorHub in which it would be done"
 BRIEF_S = 0.25  # a call begins, or is over: its threads take turns soon, beside a busy one too (decision 0037)
+TICK_S = 0.25  # between two looks at the progress of a call
 UNWIND_S = 1.0  # for what an interrupt cancels: it takes milliseconds where the loop gets to run
 
 
@@ -235,7 +236,7 @@ class LoopThread:
         self.pid = os.getpid()
         self.loop = inheritable_loop()  # its clock is time.monotonic, whatever policy the process has
         self.thread = Thread(self._run, name="tensorhub-worker")
-        self._left: set[asyncio.Task[None]] = set()  # that are not waited for
+        self._left: set[asyncio.Task[Any]] = set()  # that are not waited for
         start(self.thread, otherwise=self.loop.close)
 
     def _run(self) -> None:
@@ -247,15 +248,23 @@ class LoopThread:
             except MemoryError:  # between two of its callbacks: it goes on when there is some again
                 time.sleep(AGAIN_S)
 
-    def wait(self, work: Coroutine[object, object, T], *, deadline: float, what: str, undo: Undo[T] | None = None) -> T:
+    def wait(
+        self,
+        work: Coroutine[object, object, T],
+        *,
+        deadline: float,
+        what: str,
+        undo: Undo[T] | None = None,
+        tick: Callable[[], None] | None = None,
+    ) -> T:
         """Run it in the loop and block until it ends; an interrupt of the caller cancels it.
 
         `work` keeps its own deadline. If the loop itself is stuck, `DeadlineExceeded` ends the wait soon after. `undo`
         takes back what the work has brought, where it had just ended. An interrupt waits a moment for all that, so
-        that the caller finds nothing half done.
+        that the caller finds nothing half done. `tick` is called in the caller's thread, every `TICK_S` until the end.
         """
         try:  # no block: an interrupt at its end would lose what the work has brought
-            return wait_in(self.loop, work, deadline=deadline, what=what, undo=undo)
+            return wait_in(self.loop, work, deadline=deadline, what=what, undo=undo, tick=tick)
         except threads.KINDS as error:
             if not threads.is_shortage(error):
                 raise
@@ -280,12 +289,20 @@ class LoopThread:
             self.loop.call_soon_threadsafe(self._begin, make_work)
 
     def _begin(self, make_work: Callable[[], Coroutine[object, object, object]]) -> None:
-        task = self.loop.create_task(_to_its_end(make_work()))
+        self.keep(self.loop.create_task(_to_its_end(make_work())))
+
+    def keep(self, task: "asyncio.Task[Any]") -> None:
+        """Called in the loop: the task is referenced until it ends."""
         self._left.add(task)
         task.add_done_callback(self._left.discard)
 
-    async def run_here(self, work: Coroutine[object, object, T], *, undo: Undo[T] | None = None) -> T:
-        """Run it in the loop and await it from any loop; a cancelled caller cancels it, as an interrupt of `wait`."""
+    async def run_here(
+        self, work: Coroutine[object, object, T], *, undo: Undo[T] | None = None, tick: Callable[[], None] | None = None
+    ) -> T:
+        """Run it in the loop and await it from any loop; a cancelled caller cancels it, as an interrupt of `wait`.
+
+        `tick` is called in the caller's loop, every `TICK_S` until the work ends.
+        """
         loop = asyncio.get_running_loop()
         if loop is self.loop:
             with threads.named("it worked for a caller"):
@@ -302,6 +319,8 @@ class LoopThread:
         try:
             interval.shorten()
             call.begin()
+            while tick is not None and not (await asyncio.wait([ended], timeout=TICK_S))[0]:
+                tick()
             await ended
             interval.restore()
             with threads.named("it worked for a caller"):
@@ -323,6 +342,7 @@ def wait_in(
     deadline: float,
     what: str,
     undo: Undo[T] | None = None,
+    tick: Callable[[], None] | None = None,
 ) -> T:
     """As `LoopThread.wait`, in any loop that runs in another thread. Raises `UsageError` where it could only hang."""
     if _runs_here(loop) or sys.is_finalizing():
@@ -331,13 +351,16 @@ def wait_in(
         raise UsageError(text, hint="a finaliser (__del__) runs where the collector does: let it close(), no more")
     ended, settled = held_lock(), held_lock()
     call = CrossThreadCall(loop, work, undo=undo, on_end=ended.release, on_settled=settled.release)
-    interval, patience_s = ShortSwitchInterval(), max(0.0, deadline - time.monotonic()) + GRACE_S
+    interval, latest = ShortSwitchInterval(), max(deadline, time.monotonic()) + GRACE_S
     try:
         interval.shorten()
         call.begin()
-        has_ended = ended.acquire(timeout=min(BRIEF_S, patience_s))
+        has_ended = ended.acquire(timeout=BRIEF_S)
         interval.restore()
-        if has_ended or ended.acquire(timeout=max(0.0, patience_s - BRIEF_S)):
+        while tick is not None and not has_ended and time.monotonic() < deadline:
+            tick()
+            has_ended = ended.acquire(timeout=TICK_S)
+        if has_ended or ended.acquire(timeout=max(0.0, latest - time.monotonic())):
             return call.outcome()  # nothing may come after it
         call.abandon()
         check_unpatched()

@@ -206,6 +206,12 @@ class Record:
         is_new_and_full = len(series) >= MAX_SERIES and key not in series
         return self.labels + (OTHERS,) * len(labels) if is_new_and_full else key
 
+    def total(self, metric: Metric, *labels: str) -> float:
+        """The sum of all values of a histogram that have these labels first."""
+        wanted = self.labels + labels
+        series = self.observed.get(metric, {})
+        return sum(each.sum for key, each in series.items() if key[: len(wanted)] == wanted)
+
     @contextlib.contextmanager
     def timed(self, metric: Metric, *labels: str) -> Iterator[None]:
         """Observes how long the block takes, in seconds, also where it raises."""
