@@ -532,7 +532,11 @@ class Weights(Worker):
         return await self._here(self._client.wait_held(number, part, self._deadline(timeout)))
 
     async def check(self, *, timeout: float | None = None) -> None:  # noqa: ASYNC109 - our own deadline
-        """Hash the tensors again: raises `NotDrained` naming those that were changed while they were published."""
+        """Hash the tensors again: raises `NotDrained` naming those that were changed while they were published.
+
+        A publisher has digests of small tensors too. A reader, and what lies on a device, has digests of chunks only:
+        where several tensors share a changed chunk, the error says that at least one of them was changed.
+        """
         await self._here(self._client.check(self._deadline(timeout)))
 
     async def close(self, *, timeout: float | None = None) -> None:  # noqa: ASYNC109 - our own deadline

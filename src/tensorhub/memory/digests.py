@@ -16,7 +16,7 @@ Never: change a byte, hash what a device may still be writing (`Registration.set
 import threading
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from typing import Literal, Protocol, runtime_checkable
@@ -131,22 +131,59 @@ def tensors_of(layout: Layout, manifest: Manifest, chunks: Iterable[int]) -> lis
     ]
 
 
-def changed_of(layout: Layout, manifest: Manifest, chunks: Iterable[int]) -> tuple[list[str], dict[int, list[str]]]:
+SMALL = 8  # a part of at most an eighth of a chunk has a digest of its own: fewer than 8 parts of a chunk have none
+
+Parts = dict[tuple[str, int], bytes]  # by tensor and chunk
+
+
+def small_parts(registration: Registration, chunk_bytes: int, chunks: Collection[int] | None = None) -> Parts:
+    """Digests of what small tensors, and small ends of tensors, have in chunks that they share. Blocks.
+
+    With them `changed_of` names the tensor. `chunks`: only of these. Bytes on a device, and freed ones, have none.
+    """
+    stream, found = registration.stream, Parts()
+    if isinstance(stream, OnDevice):
+        return found
+    most = chunk_bytes // SMALL
+    for spec in registration.layout.tensors:
+        first, stop = spec.offset_bytes, spec.offset_bytes + spec.size_bytes
+        ends = (first // chunk_bytes, (stop - 1) // chunk_bytes) if spec.size_bytes else ()
+        for chunk in dict.fromkeys(ends):
+            start, end = max(first, chunk * chunk_bytes), min(stop, (chunk + 1) * chunk_bytes)
+            is_shared = end - start < min(chunk_bytes, registration.size_bytes - chunk * chunk_bytes)
+            if is_shared and end - start <= most and (chunks is None or chunk in chunks):
+                with suppress(Freed), stream.reading(start, end) as views:
+                    found[spec.name, chunk] = digest(views)
+    return found
+
+
+def changed_of(
+    layout: Layout, manifest: Manifest, chunks: Iterable[int], before: Parts, now: Parts
+) -> tuple[list[str], dict[int, list[str]]]:
     """Names of tensors that changed for certain if these chunks did, and the names in each other chunk.
 
-    A tensor that takes all of a chunk has changed with it. Of those that share a chunk, at least one has.
+    A tensor that takes all of a chunk has changed with it, and so has one whose part has another digest `now`. Of the
+    others that share a chunk, and whose part has no digest, at least one has.
     """
     inside: dict[int, list[str]] = {chunk: [] for chunk in chunks}
+    unknown: dict[int, list[str]] = {chunk: [] for chunk in inside}
     certain: dict[str, None] = {}
     for spec in layout.tensors:
         first, stop = spec.offset_bytes, spec.offset_bytes + spec.size_bytes
         for chunk in range(first // manifest.chunk_bytes, -(-stop // manifest.chunk_bytes) if stop > first else 0):
             if chunk in inside:
-                inside[chunk].append(spec.name)
                 start, end = manifest.chunk_range(chunk)
-                if first <= start and end <= stop:
+                part, is_whole = (spec.name, chunk), first <= start and end <= stop
+                inside[chunk].append(spec.name)
+                if is_whole or (part in before and part in now and before[part] != now[part]):
                     certain[spec.name] = None
-    return list(certain), {chunk: names for chunk, names in inside.items() if certain.keys().isdisjoint(names)}
+                elif part not in before or part not in now:
+                    unknown[chunk].append(spec.name)
+    for chunk, names in unknown.items():
+        if len(names) == 1 and certain.keys().isdisjoint(inside[chunk]):
+            certain[names[0]] = None
+    shared = {chunk: unknown[chunk] or names for chunk, names in inside.items()}
+    return list(certain), {chunk: names for chunk, names in shared.items() if certain.keys().isdisjoint(inside[chunk])}
 
 
 def freed(registration: Registration, offsets: Sequence[int]) -> list[str]:

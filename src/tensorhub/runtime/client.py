@@ -16,7 +16,7 @@ from weakref import WeakSet
 from msgspec.structs import replace
 
 from ..memory.describe import some
-from ..memory.digests import build_manifest
+from ..memory.digests import Parts, build_manifest, small_parts
 from ..memory.host_memory import HINT
 from ..memory.registration import Registration
 from ..protocol.errors import (
@@ -131,14 +131,15 @@ async def hashed(
 
 
 async def check_unchanged(
-    me: WorkerId, version: Version, registration: Registration, known: Known, deadline: float
+    me: WorkerId, version: Version, registration: Registration, known: Known, parts: Parts, deadline: float
 ) -> None:
     """Raises `NotDrained` naming the tensors that are not any more what the version held says of them.
 
-    Where small tensors share a chunk and its digest differs, it says that at least one of them was changed.
+    `parts` are digests of what was published here. Where none tells which of the tensors in a chunk was changed, it
+    says that at least one of them was.
     """
     what = f"check() of version {version} of {me}"
-    names, shared = await by(deadline, what, partial(changed_tensors, registration, known))
+    names, shared = await by(deadline, what, partial(changed_tensors, registration, known, parts))
     changed = dict.fromkeys([*registration.moved(), *names])
     said = [f"these tensors were changed since: {some(list(changed))}"] if changed else []
     for chunk in sorted(shared)[:CHUNKS_SHOWN]:
@@ -437,6 +438,7 @@ class Client:
         self.suspension = Suspension(self.driver, self.unpublishing, self.call_lock)
         self._closing: asyncio.Task[None] | None = None
         self._following: set[asyncio.Task[None]] = set()
+        self._parts = Digest(""), Parts()  # of what was hashed last, by its root
         self.filled: Progress | None = None  # of the last call, if it has filled the tensors
         self._grid: tuple[Digest, Grid, int] | None = None  # of the last publish: the layout, and how it was cut
         self.boxing = Boxing(self)
@@ -705,6 +707,9 @@ class Client:
                 await self.cast_state.cast(registration, deadline, f"publish of {self.me}")
             shards = self.hello.shards
             found = await hashed(self.options, self.me, shards, registration, held, metadata, deadline, prepare)
+            if held is None and isinstance(found, Manifest) and found.digests:
+                small = partial(small_parts, registration, found.chunk_bytes)
+                self._parts = found.root(), await by(deadline, f"publish of {self.me}: hashing its tensors", small)
         if isinstance(found, TiledVersion):
             self._grid = (registration.layout_digest, found.shard.grid, found.chunk_bytes)
         return found
@@ -764,7 +769,9 @@ class Client:
         if held is None or content is None or content.manifest is None:
             raise UsageError(f"{self.me} holds no version, so there is nothing to check", hint="publish or replicate")
         with self.driver.record.timed(VERIFY):
-            await check_unchanged(self.me, held, content.registration, content.manifest, deadline)
+            root, parts = self._parts
+            parts = parts if root == content.manifest.root() else {}
+            await check_unchanged(self.me, held, content.registration, content.manifest, parts, deadline)
 
     async def close(self, deadline: float) -> None:
         """Withdraw, wait for readers, leave. Idempotent; ends by its deadline."""

@@ -15,7 +15,7 @@ from functools import partial
 from math import inf
 from typing import Protocol
 
-from ..memory.digests import changed_chunks, changed_of
+from ..memory.digests import Parts, changed_chunks, changed_of, small_parts
 from ..memory.fill import FillSink
 from ..memory.host_memory import size_text
 from ..memory.registration import Registration
@@ -472,14 +472,18 @@ class Content:
             self.progress.fail(str(why))
 
 
-def changed_tensors(registration: Registration, known: Known) -> tuple[list[str], dict[int, list[str]]]:
+def changed_tensors(
+    registration: Registration, known: Known, parts: Parts | None = None
+) -> tuple[list[str], dict[int, list[str]]]:
     """Names of the tensors whose bytes now differ, and by chunk the names of those of which at least one does.
 
-    Blocks; raises `UsageError` if that cannot be told.
+    `parts` are digests of when it was published. Blocks; raises `UsageError` if that cannot be told.
     """
     if isinstance(known, TiledVersion):
         return known.names(known.changed(registration), registration), {}
-    return changed_of(registration.layout, known, changed_chunks(registration, known))
+    chunks = changed_chunks(registration, known)
+    now = small_parts(registration, known.chunk_bytes, set(chunks)) if parts and chunks else {}
+    return changed_of(registration.layout, known, chunks, parts or {}, now)
 
 
 # A transport that does not work between two workers is tried once, and the reason is logged once. The reason may have
