@@ -63,6 +63,7 @@ def test_a_job_is_told_once_and_its_end_warns_of_nothing(server, caplog):
     assert len(logged) >= len(found) - 1, "the server was started before"
     assert [record.getMessage() for record in logged] == [each.text for each in found[-len(logged) :]]
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "is to read" not in caplog.text, "permissions to read are logged at debug"
     calls = [record.getMessage() for record in caplog.records if record.name == "tensorhub.runtime.driver"]
     assert [line.partition(" in ")[0] for line in calls] == [
         "m/t[0] published version 3",
