@@ -105,7 +105,7 @@ pytestmark = pytest.mark.skipif(bool(sealed.why_not()), reason=sealed.why_not() 
 
 
 def test_it_is_mapped_and_may_be_written_to_after_the_drain(join, caplog):
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG, "tensorhub.runtime.content")
     theirs = {f"w{index}": tensorhub.empty((300, 1000)) for index in range(20)}
     trainer, _ = join("t", tensors=theirs)
     mine = {name: np.zeros((300, 1000), dtype=np.float32) for name in theirs}
