@@ -196,3 +196,18 @@ def test_a_whole_copy_counts_though_another_one_of_its_version_is_not_whole() ->
     town = Town()
     town.joins(FIRST, copies=(COPY, HostCopy(2, ONE, ROOT)))
     assert list(town.server.state.members.get(FIRST).content.places.values()) == [True]
+
+
+def test_an_older_version_is_kept_when_the_last_worker_with_the_established_one_may_give_it_up() -> None:
+    """The one without room goes on to version 3. Version 1 is the only one outside its publisher from then on."""
+    town = Town()
+    town.joins(TRAINER, **HELD)
+    for who in (FIRST, SECOND):
+        town.joins(who, reliable=False, buffer=Holding(ONE, ROOT), copies_left=1)
+    town.says(TRAINER, buffer=Holding(TWO, ROOT, published=True))
+    town.says(FIRST, buffer=Holding(TWO, ROOT), copies_left=0)
+    town.says(TRAINER, buffer=Holding(Version(3), ROOT, published=True))
+    town.says(FIRST, buffer=Withdrawing(TWO, ROOT), copies_left=0)
+    assert told(town, FIRST) == (None, TWO)
+    town.says(SECOND, buffer=Withdrawing(ONE, ROOT), copies_left=1)
+    assert told(town, SECOND) == (ONE, None)

@@ -328,6 +328,8 @@ class Server:
         apply.let_go(state, model, member, needless)  # that makes room, for which it may wait
         drained = reads.drained_version(state, model, member)
         apply.note_drained(state, member, drained)  # what it keeps no more, it may have to fetch
+        if (record := retention.given_up(state, model, member)) is not None:
+            model.note_given_up(record)
         offload = retention.version_to_copy(state, model, member)
         release = retention.copies_to_release(state, model, member)
         current = state.reads.current.get(member.worker)

@@ -40,6 +40,22 @@ def newly_established(state: State, model: Model) -> list[VersionRecord]:
     return [record for record in found if _is_whole_outside(state, model, record)]
 
 
+def given_up(state: State, model: Model, member: Member) -> VersionRecord | None:
+    """The established version that the member was told to give up though no other worker keeps it: it had no room.
+
+    An older version that is still whole outside its publisher is the established one then.
+    """
+    buffer = member.content.buffer
+    record = model.versions.get(buffer.version) if isinstance(buffer, Withdrawing) else None
+    if record is None or not record.is_established or not member.is_drained:
+        return None
+    if member.worker.replica == record.publisher:
+        return None
+    if _is_kept_by_others(state, model, record, member, is_copy=False) or _is_whole_outside(state, model, record):
+        return None
+    return record
+
+
 def _is_whole_outside(state: State, model: Model, record: VersionRecord) -> bool:
     def is_outside(key: LayoutKey) -> bool:
         return any(

@@ -238,6 +238,11 @@ class Model:
         record.is_established = True
         self._changes += 1
 
+    def note_given_up(self, record: VersionRecord) -> None:
+        """The version is not established any more: a worker may give up the last reference to a shard of it."""
+        record.is_established = False
+        self._note_whole(record, is_turn=True)
+
     def add_holder(self, record: VersionRecord, worker: WorkerId, key: LayoutKey) -> None:
         """The worker has some of the version with that key, or is about to."""
         holders = record.holders.setdefault(key, {})
