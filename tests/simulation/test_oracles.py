@@ -78,7 +78,7 @@ class Bench:
         memory, host = [0], [7]
         life = Life(worker_id("m", replica, 0), replica, hello, memory, lambda _v: host, lambda: self.world.now, 0.0)
         self.truth.born(life)
-        life.trust_until = 2 * SINCE
+        life.trust_until, life.told_at = 2 * SINCE, SINCE
         return life
 
     def calls(self, life: Life, verb: str, spec: int | str = "latest", **more: object) -> None:
