@@ -393,13 +393,16 @@ def _why_not_alone(worker: WorkerState, call: Call) -> Failure | None:
 
 
 def _unpublish_alone(worker: WorkerState, call: Call) -> bool:
-    """Cut the readers off: none trusts what it reads here. One that does has its source's digests."""
+    """Cut the readers off: none trusts what it reads here. One that does has its source's digests.
+
+    A shard that follows another one's lead hears the server, and waits until that says that it has no readers.
+    """
     if isinstance(worker.buffer, Holding):
         reads.withdraw(worker)
     if worker.memory.serving is not None:
         if worker.now >= call.impatient_at:
             reads.hurry(worker)
-        if worker.copies.copying is None and (worker.is_alone or worker.now >= call.impatient_at):
+        if worker.copies.copying is None and worker.is_alone:
             worker.want(worker.memory.stop_serving())
         return worker.now < call.deadline
     if isinstance(worker.buffer, Vacated):
