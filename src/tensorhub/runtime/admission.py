@@ -246,7 +246,11 @@ class Names:
     def why_refuse(self, request: web.Request) -> web.Response | None:
         """The answer to what a page sends, and to what was sent to another name."""
         headers = request.headers
-        if "Origin" in headers or headers.get("Sec-Fetch-Site", "none") not in OWN_PAGES:
+        is_link = (
+            request.path == "/" and headers.get("Sec-Fetch-Dest") == "document"
+        )  # to the dashboard: it has no data
+        is_own = is_link or headers.get("Sec-Fetch-Site", "none") in OWN_PAGES
+        if "Origin" in headers or not is_own:
             return web.Response(status=403, text="a reference server talks to no page\n")
         said = headers.getall("Host", [])
         found = _HOST.match(said[0]) if len(said) == 1 else None

@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Generator, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -171,17 +171,23 @@ class _Picture:
 
 async def take_status(machine: Server, now: float) -> Status:
     """The whole picture; each replica as it was when it was looked at. `now`: by the machine's clock."""
-    steps = machine.status_steps(now=now)
-    until = time.monotonic() + SLICE_S
+    status, _ = await in_slices(machine.status_steps(now=now))
+    return status
+
+
+async def in_slices(steps: Generator[None, None, T]) -> tuple[T, float]:
+    """Makes the steps, and lets other tasks run between slices. Returns the result, and their CPU seconds."""
+    cpu_s, began, until = 0.0, time.thread_time(), time.monotonic() + SLICE_S
     while True:
         try:
             next(steps)
         except StopIteration as end:
-            found: Status = end.value
-            return found
+            found: T = end.value
+            return found, cpu_s + time.thread_time() - began
         if time.monotonic() >= until:
+            cpu_s += time.thread_time() - began
             await asyncio.sleep(0)
-            until = time.monotonic() + SLICE_S
+            began, until = time.thread_time(), time.monotonic() + SLICE_S
 
 
 async def encode_status(status: Status) -> bytes:

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import takewhile
 
 from msgspec.structs import replace
@@ -28,6 +28,12 @@ class EventLog:
 
     def __len__(self) -> int:
         return len(self._events)
+
+    def __iter__(self) -> Iterator[Event]:
+        return iter(self._events)
+
+    def __reversed__(self) -> Iterator[Event]:
+        return reversed(self._events)
 
     def add(self, event: Event) -> None:
         """Takes in an event that has just happened."""

@@ -37,6 +37,7 @@ from .admission import Accepted, Descriptors, Names, UnknownClient, UnknownClien
 from .answers import Answers, Shown
 from .config import OTHER_HOST
 from .connection import Malformed, OddNumber, decode_to_server, encode
+from .dashboard import Dashboard
 from .event_log import EventLog, UncheckedRefusals
 from .journal import JournalFile
 from .metrics import LOOP_LAG, REFUSALS, server_record, server_sheet, take, targets, watch_loop
@@ -424,6 +425,10 @@ class ServerShell:
         self.record = server_record()
         self.accepted = Accepted(time.monotonic)
         self.life = self.machine.state.numbers.first
+        self._dashboard = Dashboard(
+            *(self.machine, lambda: self.intake.now, self.events, self.accepted, self._authorise),
+            wants_token=bool(token),
+        )
 
     def application(self) -> web.Application:
         app = web.Application(client_max_size=64 * 1024, middlewares=[self.accepted.note, self._part])
@@ -432,6 +437,7 @@ class ServerShell:
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/v1/targets", self._targets)
         self._answers.add_to(app)
+        self._dashboard.add_to(app)
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get(standby.PATH, self._show_journal)
         app.cleanup_ctx.append(self._running)
@@ -717,6 +723,7 @@ class ServerShell:
 
     async def _running(self, _: web.Application) -> AsyncIterator[None]:
         works = [self.intake.run(), self._sweep(), self._answers.polls.run(), watch_loop(self.record, LOOP_LAG)]
+        works += [self._dashboard.watch()]
         works += [self._journal.sync()] if self._journal is not None else []
         if self._first is not None:
             works.append(self._first.compare(self.life, self.listen_again, self.give_way))
@@ -735,6 +742,7 @@ class ServerShell:
     async def _shutdown(self, _: web.Application) -> None:
         self._is_stopping = True
         self._answers.polls.end()
+        self._dashboard.end()
         async with asyncio.TaskGroup() as group:
             for socket in list(self._sockets.values()):
                 group.create_task(socket.say_goodbye())
