@@ -71,7 +71,8 @@ async def steps(address, server, trainer, rollout, tensors):
 
         await tab.open(url)  # the tab keeps the token
         await tab.until("document.querySelector('#lead').innerText.includes('policy')")
-        await asyncio.to_thread(server.close)
+        for each in (rollout, trainer, server):
+            await asyncio.to_thread(each.close)
         await tab.until("document.querySelector('#state').innerText.includes('does not answer')")
 
 
