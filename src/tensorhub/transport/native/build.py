@@ -4,7 +4,8 @@
 
 Used by the build of the package (`tools/build_hook.py`) and by `tools/setup`. It needs nothing but Python, so it must
 not import the rest of the package. `TENSORHUB_BUILD` chooses: `auto` (also when unset) takes the system's compiler, or
-else ziglang where it is installed; `cc` takes only the system's; `zig` only ziglang; `no` makes nothing.
+else ziglang where it is installed; `cc` takes only the system's; `zig` only ziglang; `zig-aarch64` and `zig-x86_64`
+make it for that architecture; `no` makes nothing.
 
 It must never: fail the build of the package. Without the library everything works, more slowly.
 """
@@ -24,7 +25,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 LIBRARY = HERE / "_mover.so"
 REASON = ".reason"  # beside the library that could not be made: why
-CHOICES = ("auto", "cc", "zig", "no")
+MACHINES = ("x86_64", "aarch64")  # that ziglang can make it for, wherever it runs
+CHOICES = ("auto", "cc", "zig", *(f"zig-{machine}" for machine in MACHINES), "no")
 COMPILERS = ("cc", "gcc", "clang")
 STRICT = ("-std=c11", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden", "-fPIC", "-pthread")
 FAST = ("-O3",)
@@ -43,10 +45,19 @@ def fingerprint() -> str:
     return hashlib.sha256(b"".join(path.name.encode() + path.read_bytes() for path in files)).hexdigest()[:16]
 
 
-def choice() -> str:
-    """The value of `TENSORHUB_BUILD`."""
+def _chosen() -> str:
     found = os.environ.get("TENSORHUB_BUILD", "").strip().lower() or "auto"
     return found if found in CHOICES else "auto"
+
+
+def choice() -> str:
+    """The value of `TENSORHUB_BUILD`, without an architecture."""
+    return _chosen().partition("-")[0]
+
+
+def machine() -> str:
+    """The architecture that the library is made for."""
+    return _chosen().partition("-")[2] or platform.machine()
 
 
 def system_compiler() -> list[str] | None:
@@ -64,7 +75,7 @@ def compiler() -> list[str] | None:
     if choice() != "zig" and (found := system_compiler()) is not None:
         return found
     if choice() != "cc" and importlib.util.find_spec("ziglang") is not None:
-        target = f"{platform.machine()}-linux-gnu.{OLD_GLIBC}"
+        target = f"{machine()}-linux-gnu.{OLD_GLIBC}"
         return [sys.executable, "-m", "ziglang", "cc", "-target", target]
     return None
 
