@@ -36,6 +36,7 @@ MARKS = {  # what only that fragment has
     "first rollout": "while True",
     "trainer": 'trainer", shard=dist.get_rank(), shards=dist.get_world_size())\nweights.register(model',
     "engine": "class WeightUpdater",
+    "beside generation": "weights.begin_update(",
     "load": "tensorhub.load(",
     "trainer again": "following =",
     "masters": "lm_head.weight",
@@ -101,6 +102,7 @@ def test_a_trainer_and_an_engine_and_the_trainer_again(run: Any, ranks: Any) -> 
         updater = run("engine")["WeightUpdater"](engine, "rollout-0", 0, 1)
         assert updater.update() == 2
         assert torch.equal(engine.weight, policy.weight)
+        assert run("beside generation", weights=updater.weights)["version"] == 2
         run("load", model=loaded)
         assert torch.equal(loaded.weight, policy.weight)
     again = {name: torch.zeros_like(tensor) for name, tensor in policy.state_dict().items()}

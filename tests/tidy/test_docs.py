@@ -66,6 +66,8 @@ def test_every_page_is_in_the_index() -> None:
     listed = {(index.parent / link.partition("#")[0]).resolve() for link in LINK.findall(index.read_text())}
     pages = {page.resolve() for page in ROOT.glob("docs/*.md")} - {index.resolve()}
     assert sorted(str(page.relative_to(ROOT)) for page in pages - listed) == []
+    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert [page.name for page in sorted(pages) if f"- {page.name}\n" not in site] == []
 
 
 @in_pages
