@@ -69,7 +69,7 @@ def run_into(stdout: BinaryIO, *arguments: str) -> tuple[int, str]:
 def test_help_names_every_command() -> None:
     status, out, err = run_program("--help")
     assert (status, err) == (0, "")
-    for command in ("serve", "status", "watch", "doctor"):
+    for command in ("serve", "status", "watch", "doctor", "push", "pull", "ls", "rm", "hold", "archive"):
         assert re.search(rf"\b{command}\b", out), command
     assert re.fullmatch(r"tensorhub \d+\.\d+\.\d+\S*\n", run("--version")[1])
 
@@ -292,10 +292,11 @@ def test_rm_forgets_a_models_numbers_and_names_who_holds_a_version():
         weights = tensorhub.open("policy", replica="t", server=server.address, reliable=False, host_bytes=0)
         weights.register({"w": np.zeros(9, np.float32)})
         weights.publish(8)
-        status, out, err = run("rm", "policy", "--server", server.address)
+        status, out, err = run("rm", "policy", "--yes", "--server", server.address)
         assert (status, out) == (1, "")
         assert "versions of policy are held, its newest is 8: by policy/t[0]" in err
         weights.close()
-        status, out, err = run("rm", "policy", "--server", server.address)
+        assert run_program("rm", "policy", "--server", server.address)[0] == 1, "its question was not answered"
+        status, out, err = run("rm", "policy", "--yes", "--server", server.address)
         assert (status, err + out) == (0, "policy is begun anew: its next version may have any number\n")
         assert tensorhub.connect(server.address).next_version("policy") == 0

@@ -7,6 +7,19 @@ from typing import Annotated
 
 import typer
 
+from . import store
+from .options import (
+    DEFAULT_SERVER,
+    NO_TYPE,
+    PATIENCE_S,
+    FilterOption,
+    JsonOption,
+    ModelOption,
+    ReplicaOption,
+    ServerOption,
+    TokenFileOption,
+    token_in,
+)
 from .output import ErrorsAreLines, between
 
 app = ErrorsAreLines(
@@ -16,43 +29,7 @@ app = ErrorsAreLines(
     help="Reference-Oriented Storage: versioned weights, read straight from the peers that hold them.",
 )
 
-DEFAULT_SERVER = "127.0.0.1:7450"
-NO_TYPE = ""  # of a switch: "<bool>" behind it in the help looks as if it took a value
-PATIENCE_S = 5.0  # people wait; the status of 20,000 workers takes about one second
-
-ServerOption = Annotated[
-    str,
-    typer.Option(
-        "--server", envvar="TENSORHUB_SERVER", help="The reference server, host:port; several: a:7450,b:7450."
-    ),
-]
-TokenFileOption = Annotated[
-    str,
-    typer.Option(
-        "--token-file",
-        help="The file that has the shared secret.",
-        show_default="TENSORHUB_TOKEN, TENSORHUB_TOKEN_FILE, or this user's own",
-    ),
-]
-JsonOption = Annotated[bool, typer.Option("--json", metavar=NO_TYPE, help="As JSON, for programs.")]
-ModelOption = Annotated[str, typer.Option("--model", help="Only this model.", show_default=False)]
-ReplicaOption = Annotated[
-    str,
-    typer.Option("--replica", help="Only replicas of that name; * and ? stand for any letters.", show_default=False),
-]
-FilterOption = Annotated[
-    str,
-    typer.Option(
-        "--filter", help="Only replicas with that word in their name, state, host, site or reasons.", show_default=False
-    ),
-]
-
-
-def _token_in(path: str) -> str:
-    """The token in that file; empty: where the settings say."""
-    from ..runtime.config import access_of
-
-    return access_of(token_file=path).token if path else ""
+app.add_typer(store.commands)
 
 
 @app.callback(invoke_without_command=True)
@@ -177,7 +154,7 @@ def status(
     from ..protocol.errors import VersionUnavailable
     from .status import SCREEN_LINES, draw_status, only, print_lines, status_json
 
-    view = connect(server, token=_token_in(token_file), timeout=PATIENCE_S)
+    view = connect(server, token=token_in(token_file), timeout=PATIENCE_S)
     found = only(view.status(model=model), replica=replica, word=word)
     if as_json:
         typer.echo(status_json(found))
@@ -212,7 +189,7 @@ def watch(
     from .watch import watch as watch_with
 
     with suppress(KeyboardInterrupt):
-        view = connect(server, token=_token_in(token_file), timeout=PATIENCE_S)
+        view = connect(server, token=token_in(token_file), timeout=PATIENCE_S)
         watcher = Watcher(server, lambda: only(view.status(model=model), replica=replica, word=word), model=model)
         if as_json:
             watch_json(watcher, typer.echo, every_s=every, times=times)
@@ -235,23 +212,8 @@ def events(
     from .events import show_events
 
     with suppress(KeyboardInterrupt):
-        view = connect(server, token=_token_in(token_file), timeout=PATIENCE_S)
+        view = connect(server, token=token_in(token_file), timeout=PATIENCE_S)
         show_events(view, model=model, follow=follow, as_json=as_json)
-
-
-@app.command()
-def rm(
-    model: Annotated[str, typer.Argument(help="The model's name.", show_default=False)],
-    server: ServerOption = DEFAULT_SERVER,
-    token_file: TokenFileOption = "",
-    timeout: Annotated[float, between(0.1, 86_400, help="Seconds until all its workers have heard so.")] = 30.0,
-) -> None:
-    """Forget the numbers of a model of which no worker holds a version, so that training may begin anew."""
-    from .. import connect
-    from .output import say
-
-    connect(server, token=_token_in(token_file), timeout=PATIENCE_S).begin_anew(model, timeout=timeout)
-    say(f"{model} is begun anew: its next version may have any number")
 
 
 @app.command()
@@ -277,7 +239,7 @@ def doctor(
     named_by = "TENSORHUB_SERVER" if source is not None and source.name == "ENVIRONMENT" else ""
     console = Console(quiet=as_json)
     with shown(console.status("moving 256 MiB between two processes, once for each transport")):
-        found = examine(server, _token_in(token_file), named_by=named_by)
+        found = examine(server, token_in(token_file), named_by=named_by)
     if as_json:
         typer.echo(found.as_json())
     else:

@@ -5,7 +5,8 @@ Rules:
    after that every chunk must have the digest that the manifest announces.
 2. A chunk counts only after `accept` and then `stored`; a rejected chunk is not marked, and is wanted again. What lies
    on a device that hashes is checked in `stored`, where it lies: so whatever has become of it on its way is seen.
-3. The first good manifest stays. Another source's `begin` returns the chunks that are still missing.
+3. The first good manifest stays. Another source's `begin` returns the chunks that are still missing. Memory that may
+   have chunks already (`Registration.may_have`) is hashed first, and what is right there counts.
 4. After `revoke` has returned, nothing more is accepted or marked: a late write never counts.
 5. What is malformed, or does not fit the root, is the source's fault: `CorruptTransfer`, try another one. What fits the
    root and not these tensors, or not what the caller asked for, is the caller's: `UsageError`, from every source.
@@ -20,7 +21,7 @@ from ..protocol.errors import CorruptTransfer, InvariantViolation, LayoutMismatc
 from ..protocol.manifest import DIGEST_BYTES, Manifest, decode_manifest
 from ..protocol.names import Digest
 from ..transport.base import ByteStream, Progress, StopFlag, Terms
-from .digests import ALGORITHM, NO_ALGORITHM, InPlaceDigests, Verify, check_verify, digest, tensors_of
+from .digests import ALGORITHM, NO_ALGORITHM, InPlaceDigests, Verify, changed_chunks, check_verify, digest, tensors_of
 from .registration import Registration
 
 REJECTED, ACCEPTED, DUE = range(3)  # of a chunk. Due: its length is right, and its digest comes once it is in place
@@ -142,6 +143,9 @@ class FillSink(Fill):
                         raise InvariantViolation(text)
                     self._accepted = bytearray(count)
                     self._begun = candidate, progress, InPlaceDigests(self.stream, candidate.chunk_bytes)
+            if is_first and self.registration.may_have and self.is_checking:
+                changed = set(changed_chunks(self.registration, candidate))
+                self.progress.mark_all([each for each in range(candidate.chunk_count) if each not in changed])
             if is_first and self._on_begin is not None:
                 self._on_begin(self)
         self._is_settled = False  # since when the tensors may have been freed

@@ -514,6 +514,7 @@ def _over(registration: Registration, stream: ByteStream, pieces: tuple[Piece, .
         casts=None,
         _held=None,
         given=None,
+        may_have=False,
     )
 
 

@@ -122,6 +122,20 @@ def untouched(size_bytes: int, *, is_inherited: bool = False, may_freeze: bool =
     return found.address, found
 
 
+def map_file(path: Path, *, is_writable: bool) -> tuple[int, object]:
+    """The bytes of a file as memory: their address and their owner. What is written there is written to the file.
+
+    The kernel may drop or write back its pages, so that a large file takes no more memory than there is. Raises
+    `OSError`, and `ValueError` for an empty file.
+    """
+    import numpy as np  # which nothing else here needs
+
+    with path.open("r+b" if is_writable else "rb") as file:
+        memory = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0))
+    array = np.frombuffer(memory, np.uint8)
+    return int(array.__array_interface__["data"][0]), array
+
+
 def _host(proc: Path) -> Iterator[Room]:
     with suppress(OSError, ValueError, IndexError):
         for line in (proc / "meminfo").read_text().splitlines():

@@ -81,6 +81,7 @@ class Registration:
     given: tuple[Callable[[], object], object, object, object] | None = (
         None  # by the caller: tensors, dtypes, boxes, what is left out
     )
+    may_have: bool = False  # True where chunks of the version may be here already: a fill looks, and keeps them
 
     def __repr__(self) -> str:
         return f"<Registration of {len(self.layout.tensors)} tensors, {self.size_bytes} B on {self.device}>"
@@ -290,6 +291,23 @@ def _register(
         is_partial=partial,
         shares=shares,
     )
+
+
+def register_memory(described: Sequence[Described], *, has_boxes: bool, may_have: bool = False) -> Registration:
+    """Takes memory of this process by its addresses: tensors that lie in mapped files, or in host memory.
+
+    `has_boxes`: each tensor is a whole one, as with `boxes={}`. `may_have`: see `Registration`.
+    """
+    offsets, pieces = place(described)
+    specs = tuple(
+        TensorSpec(each.name, each.dtype, each.shape, each.strides, offset, each.size_bytes)
+        for each, offset in zip(described, offsets, strict=True)
+    )
+    layout = Layout(specs, pieces[-1].stop if pieces else 0)
+    found = Registration(
+        *(layout, layout.digest(), _stream(pieces), tuple(pieces), ("cpu",), InPlace([], [])), may_have=may_have
+    )
+    return found.with_boxes() if has_boxes else found
 
 
 def _register_module(

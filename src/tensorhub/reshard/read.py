@@ -358,6 +358,10 @@ MAX_CUTS = 1 << 23  # of a grid: half of what may travel, `wire.MAX_PLAIN_BYTES`
 COPIES = 4  # of one tile at a reader, on average: tied weights, and what it keeps twice
 
 
+_found: "WeakKeyDictionary[Registration, tuple[Digest, Ints]]" = WeakKeyDictionary()  # by `there_already`
+_looking = threading.Lock()  # guards it: a reader that is moved meanwhile waits for what was begun
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class TiledVersion:
     """A shard's boxes, the grid, a digest for each tile; and where the tiles lie in the registered stream."""
@@ -410,6 +414,15 @@ class TiledVersion:
             known[~self.tiles.is_whole] = np.frombuffer(self.parts[0], digest)
         found = np.frombuffer(tile_digests(registration, self.tiles.only(looked_at)), digest)
         return [int(tile) for tile in looked_at[found != known[looked_at]]]
+
+    def there_already(self, registration: Registration) -> Ints:
+        """The tiles that are in the registered memory before anything is read. Blocks; the last answer is kept."""
+        with _looking:
+            known = _found.get(registration)
+            if known is None or known[0] != self.root():
+                whole, changed = np.flatnonzero(self.tiles.is_whole), ints(self.changed(registration))
+                known = _found[registration] = self.root(), np.setdiff1d(whole, changed)
+            return known[1]
 
     def note_parts(self, registration: Registration) -> None:
         """Notes digests of verified parts that no manifest lists. Blocks.

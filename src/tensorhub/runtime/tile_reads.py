@@ -27,6 +27,7 @@ from ..protocol.layout import GlobalTensor
 from ..protocol.messages import Grant, Source
 from ..protocol.names import Digest, Ticket, Version, WorkerId
 from ..reshard.copies import check_coverage
+from ..reshard.grid import Ints
 from ..reshard.read import Across, Offer, TiledVersion, TileSink, decoded, version_from
 from ..transport.base import Read, Way
 from ..transport.threads import as_ours
@@ -471,6 +472,7 @@ class TilePlane:
         self._taken: Version | None = None  # a host copy that the machine does not count before the read is started
         # What was derived last, and from what: other sources of the same layout show the same.
         self._derived: tuple[tuple[weakref.ref[Registration], list[Digest]], TiledVersion] | None = None
+        self._there: tuple[Digest, Ints] | None = None  # tiles of that version which were here before
         self.data = data
 
     # --- what the machine wants ---------------------------------------------------------------------------------------
@@ -503,6 +505,8 @@ class TilePlane:
         if self._derived is not None and self._derived[0] == key:
             return self._derived[1]
         found = await in_thread(lambda: version_from(registration, offers, chunk_bytes), name="tiles")
+        if registration.may_have:
+            self._there = found.root(), await in_thread(lambda: found.there_already(registration), name="tiles")
         if is_across and self.covering is not None and not registration.is_partial:
             await self.covering.check(registration, offers)
         self._derived = key, found
@@ -538,6 +542,8 @@ class TilePlane:
         )
         if not grant.to_host:
             data.incoming = content
+            if self._there is not None and self._there[0] == root:
+                content.fill.filled(self._there[1])
         return content
 
     def export(self, content: Content, tiled: TiledVersion, then: Callable[[], None]) -> None:
