@@ -73,7 +73,7 @@ def test_clients_without_a_right_token_do_not_fill_the_list() -> None:
     assert len(log) <= MAX_ADDRESSES + 1
 
 
-SAMPLES: dict[str, object] = {"int": 7, "str": "x", "float": 1.5, "bool": True}
+SAMPLES: dict[str, object] = {"int": 7, "str": "x", "float": 1.5, "bool": True, "Literal": "failed"}
 
 
 @pytest.mark.parametrize("kind", events.Event.__args__, ids=lambda kind: kind.__name__)
