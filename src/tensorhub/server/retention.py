@@ -43,13 +43,14 @@ def newly_established(state: State, model: Model) -> list[VersionRecord]:
 def given_up(state: State, model: Model, member: Member) -> VersionRecord | None:
     """The established version that the member was told to give up though no other worker keeps it: it had no room.
 
-    An older version that is still whole outside its publisher is the established one then.
+    An older version that is still whole outside its publisher is the established one then. A worker that closes is not
+    asked: others had their time to take the version over.
     """
     buffer = member.content.buffer
     record = model.versions.get(buffer.version) if isinstance(buffer, Withdrawing) else None
     if record is None or not record.is_established or not member.is_drained:
         return None
-    if member.worker.replica == record.publisher:
+    if member.worker.replica == record.publisher or member.report.closing:
         return None
     if _is_kept_by_others(state, model, record, member, is_copy=False) or _is_whole_outside(state, model, record):
         return None
