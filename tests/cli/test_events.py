@@ -106,8 +106,9 @@ def test_a_server_logs_what_a_client_did_as_json():
         program.send_signal(signal.SIGTERM)
         _, err = program.communicate(timeout=20)
     lines = [json.loads(line) for line in err.splitlines()]
-    told = [line["event"]["kind"] for line in lines if "event" in line]
+    lines = [line for line in lines if "event" in line and line["event"]["kind"] != "offloaded"]  # it may copy ahead
+    told = [line["event"]["kind"] for line in lines]
     assert told == ["server_started", "refused", "joined", "writer_changed", "published", "left"]
-    levels = [line["level"] for line in lines if "event" in line]
+    levels = [line["level"] for line in lines]
     assert levels == ["info", "warning", *["info"] * 4]
     assert Refused.__name__ not in err
