@@ -211,3 +211,13 @@ def test_an_older_version_is_kept_when_the_last_worker_with_the_established_one_
     assert told(town, FIRST) == (None, TWO)
     town.says(SECOND, buffer=Withdrawing(ONE, ROOT), copies_left=1)
     assert told(town, SECOND) == (ONE, None)
+
+
+def test_a_closing_worker_does_not_wait_for_one_whose_reads_fail_again_and_again() -> None:
+    """What it has may be spoiled, or may not fit the tensors of the other one."""
+    town = Town()
+    town.joins(TRAINER, **HELD)
+    town.joins(OTHER, copies_left=1)
+    town.server.state.members.get(OTHER).reads_without_progress = 6
+    town.says(TRAINER, buffer=Withdrawing(ONE, ROOT, published=True), closing=True)
+    assert (told(town, TRAINER), town.orders[OTHER].fetch) == ((None, ONE), None)

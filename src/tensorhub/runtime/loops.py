@@ -355,7 +355,7 @@ def wait_in(
     try:
         interval.shorten()
         call.begin()
-        has_ended = ended.acquire(timeout=BRIEF_S)
+        has_ended = ended.acquire(timeout=min(BRIEF_S, max(0.0, latest - time.monotonic())))
         interval.restore()
         while tick is not None and not has_ended and time.monotonic() < deadline:
             tick()
