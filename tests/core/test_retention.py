@@ -1,9 +1,12 @@
 """Which worker keeps a version, and which one need not."""
 
+from math import inf
+
 import pytest
 
 from tensorhub.protocol.messages import Filling, Holding, HostCopy, Withdrawing
 from tensorhub.protocol.names import Digest, Version, WorkerId
+from tensorhub.server.members import FailedSource
 
 from .kit import worker
 from .town import Town
@@ -213,11 +216,11 @@ def test_an_older_version_is_kept_when_the_last_worker_with_the_established_one_
     assert told(town, SECOND) == (ONE, None)
 
 
-def test_a_closing_worker_does_not_wait_for_one_whose_reads_fail_again_and_again() -> None:
-    """What it has may be spoiled, or may not fit the tensors of the other one."""
+def test_a_closing_worker_does_not_wait_for_one_that_cannot_read_it() -> None:
+    """What it has is spoiled, or does not fit the tensors of the other one."""
     town = Town()
     town.joins(TRAINER, **HELD)
     town.joins(OTHER, copies_left=1)
-    town.server.state.members.get(OTHER).reads_without_progress = 6
+    town.server.state.members.get(OTHER).tries.sources[TRAINER] = FailedSource(inf)
     town.says(TRAINER, buffer=Withdrawing(ONE, ROOT, published=True), closing=True)
     assert (told(town, TRAINER), town.orders[OTHER].fetch) == ((None, ONE), None)

@@ -246,7 +246,6 @@ def why_stuck(state: State, model: Model, member: Member) -> Failure | None:
 # worker of that layout can, one for each shard of another layout. A closing worker does not wait where there is none.
 
 
-MAX_TURNS_LOST = 2  # six reads that brought no chunk: what is left may be spoiled, or not fit
 MAX_LOOKED_AT = 256  # workers of one layout key: if none of these has room, another one hardly has
 
 
@@ -276,8 +275,9 @@ def _awaits_heirs(state: State, model: Model, record: VersionRecord, leaver: Mem
 
 
 def _awaits(state: State, model: Model, leaver: Member, heirs: list[Member]) -> bool:
-    """A closing worker waits for these: for spot workers for a while only, and for none whose reads fail and fail."""
-    if any(heir.turns_lost >= MAX_TURNS_LOST for heir in heirs):
+    """A closing worker waits for these: for spot workers for a while only, and for none that cannot read it."""
+    failed = [heir.tries.sources.get(leaver.worker) for heir in heirs]
+    if any(each is not None and each.is_for_good for each in failed):
         return False
     return all(heir.hello.reliable for heir in heirs) or state.now < awaits_spot_until(state, model, leaver)
 

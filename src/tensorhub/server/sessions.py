@@ -307,6 +307,8 @@ def _count_failure(state: State, reader: Member, failure: TicketFailure, reads: 
     source = state.members.get(failure.source)
     if source is not None:
         source.has_failed_a_reader = True
+        if is_for_good and source.report.closing:
+            state.mark_dirty(source.worker)  # it need not wait for this reader
     state.counters["failed_reads"] += 1
     state.failed_reads[failure.code if failure.code in BY_CODE else TensorHubError.code] += 1
 
