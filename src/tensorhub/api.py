@@ -50,25 +50,22 @@ class Blocking(Generic[A]):
         undo: Undo[T] | None = None,
         tick: Callable[[], None] | None = None,
     ) -> T:
-        ours = self._aio
-        try:
-            ours._check_process()
-            deadline = ours._deadline(timeout)
-        except BaseException:
-            work.close()
-            raise
+        ours, deadline = self._aio, self._deadline_of(work, timeout)
         with ours._waits():
             return ours._thread.wait(work, deadline=deadline, what=f"{what} of {ours._name}", undo=undo, tick=tick)
 
-    def _begin(self, work: Coroutine[object, object, T], timeout: object, what: str) -> Call[T]:
-        """It goes on while the caller does something else."""
-        ours = self._aio
+    def _deadline_of(self, work: Coroutine[object, object, object], timeout: object) -> float:
+        """Closes the work where the call may not begin."""
         try:
-            ours._check_process()
-            deadline = ours._deadline(timeout)
+            self._aio._check_process()
+            return self._aio._deadline(timeout)
         except BaseException:
             work.close()
             raise
+
+    def _begin(self, work: Coroutine[object, object, T], timeout: object, what: str) -> Call[T]:
+        """It goes on while the caller does something else."""
+        ours, deadline = self._aio, self._deadline_of(work, timeout)
         return Call(ours._thread, work, deadline=deadline, what=f"{what} of {ours._name}", waits=ours._waits)
 
 

@@ -223,7 +223,7 @@ def draw_status(
 ) -> Iterator[Text]:
     """The lines of the screen, drawn one after another as they are asked for.
 
-    `model` is the one that was asked for. `most_lines`: replicas that do not fit are counted; without it all are shown.
+    `model`: the model that was asked for. `most_lines`: replicas that do not fit are counted; without it all are shown.
     """
     width = max(width, LEAST_COLUMNS)
     heading = list(_wrapped(_heading(status, server), width))

@@ -153,7 +153,7 @@ class ReadMoved(_Event, frozen=True, kw_only=True, tag="read_moved"):
 
     version: int
     source: str  # the new one: its replica
-    former: str  # the one that it has left
+    former: str  # the source that the reader has left
     why: str = ""  # why it has left that
     cause: Cause = "failed"
     to_host: bool = False
