@@ -67,8 +67,8 @@ class Busy:
         pins = tuple(Version(HIGHEST - number) for number in range(MAX_PINS))
         self.tell(events.Wished("latest-999999999", pins))
 
-    def tell(self, event: events.Event) -> None:
-        for effect in self.worker.handle(event, now=0.0):
+    def tell(self, event: events.Event, now: float = 0.0) -> None:
+        for effect in self.worker.handle(event, now=now):
             if isinstance(effect, events.Send) and isinstance(effect.message, Report):
                 self.reports.append(effect.message)
 
@@ -101,7 +101,7 @@ def test_the_longest_report_fits() -> None:
     it.tell(events.CopiedOut(Version(HIGHEST - 3), FAILURE))
     it.tell(events.ReadMeasured(ticket, ENDLESS, ENDLESS, ENDLESS, HIGHEST))
     it.worker.state.writes = Number(HIGHEST)
-    it.tell(events.Tick())
+    it.tell(events.Tick(), now=it.worker.next_deadline())
     report = it.reports[-1]
     assert len(report.copies) == MAX_COPIES
     assert len(report.failures) == MAX_FAILURES

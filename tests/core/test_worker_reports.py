@@ -9,6 +9,7 @@ from tensorhub.protocol.messages import (
     Failure,
     Filling,
     Holding,
+    HostCopy,
     LayoutInfo,
     Reading,
     Report,
@@ -80,13 +81,33 @@ def test_what_leads_to_further_news_waits_for_that_and_not_for_long() -> None:
     assert not book.is_due(resolved, now=0.25)
     assert book.next_at == 0.2 + TOGETHER_S
     assert book.is_due(resolved, now=book.next_at)
-    withdrawing = report(0, buffer=Withdrawing(Version(1), Digest("r")), call=resolved.call, reading=opened())
+    place = {"version": Version(1), "root": Digest("r"), "epoch": Number(5)}
+    withdrawing = report(0, buffer=Withdrawing(**place), call=resolved.call, reading=opened())
     assert book.is_due(withdrawing, now=0.25)
     book.sent(withdrawing, now=0.25)
     assert book.next_at == 1.25
-    vacated = report(0, buffer=Vacated(Version(1), Digest("r")), call=resolved.call, reading=opened())
+    vacated = report(0, buffer=Vacated(**place), call=resolved.call, reading=opened())
     assert not book.is_due(vacated, now=0.3)
-    assert book.is_due(report(0, buffer=Filling(Version(2)), call=resolved.call, reading=opened()), now=0.31)
+    filling = report(0, buffer=Filling(Version(2)), call=resolved.call, reading=opened())
+    assert not book.is_due(filling, now=0.31)
+    assert book.next_at == 0.3 + TOGETHER_S
+    copying = report(0, buffer=filling.buffer, call=resolved.call, copies=(HostCopy(1, Version(1), Digest("r")),))
+    assert not book.is_due(copying, now=0.32)
+    assert book.is_due(report(0, buffer=Holding(Version(2), Digest("s")), call=resolved.call), now=0.33)
+
+
+def test_what_others_wait_for_is_said_at_once() -> None:
+    book, update = ReportBook(), CallReport(1, "update", "latest")
+    withdrawing = report(0, buffer=Withdrawing(Version(1), Digest("r")), call=update)
+    book.sent(withdrawing, now=0.0)
+    impatient = report(0, buffer=Withdrawing(Version(1), Digest("r"), impatient=True), call=update)
+    assert book.is_due(impatient, now=0.01)
+    unpublish = CallReport(1, "unpublish", "")
+    book.sent(report(0, buffer=Withdrawing(Version(1), Digest("r")), call=unpublish), now=0.0)
+    assert book.is_due(report(0, buffer=Vacated(Version(1), Digest("r")), call=unpublish), now=0.01)
+    copied = report(0, copies=(HostCopy(1, Version(1), Digest("r"), whole=True),))
+    book.sent(report(0, copies=(HostCopy(1, Version(1), Digest("r")),)), now=0.0)
+    assert book.is_due(copied, now=0.01)
 
 
 # --- a read across: what its end says, and for which tensors it is ---
