@@ -92,7 +92,7 @@ class Oracles:
 
     def serving_stops(self, life: Life, version: Version, *, from_host: bool) -> None:
         """From now on the source may change its memory. No reader may still be able to accept a byte of it."""
-        if not self.conditions.is_one_sided or life.closing <= self.now or self.truth.is_alone(life):
+        if not self.conditions.is_one_sided or life.closing <= self.now or self.truth.was_alone(life):
             return  # a worker that leaves without the server's word takes its memory along
         for reader in self.truth.of_model(life.me.model):
             read, is_trusted = reader.read, reader.clock() < reader.trust_until
@@ -176,7 +176,7 @@ class Oracles:
         for other in self.truth.group(life) if is_of_group else ():
             theirs = other.call
             is_same = theirs is not None and (theirs.number, theirs.verb) == (call.number, call.verb)
-            is_same = is_same and not self.truth.is_alone(life)
+            is_same = is_same and not self.truth.was_alone(life)
             if is_same and (other.held is None or other.held.version != version):
                 self.broken("G8 never run early", f"{life.name} returned {version}, {other.name} has {other.held}")
 
@@ -275,7 +275,7 @@ class Oracles:
     def gives_up(self, life: Life, version: Version, where: str) -> None:
         """By its own will a worker has a version no longer, in the buffer or in host memory."""
         truth, model = self.truth, life.me.model
-        if truth.is_alone(life):
+        if truth.was_alone(life):
             return
         made, is_full = truth.exists(model, version), self.conditions.host_copies <= life.hosted
         if not is_full and life.closing == inf:

@@ -124,6 +124,7 @@ class Life:
     heard_at: float = -inf
     heard_by: int = 0  # which life of the server; 0 once that has refused it
     told_at: float = -inf  # when a server's orders last came
+    back_at: float = -inf  # when they last came after about a lease without any
     is_writer: bool = False  # a publish, or a claim, has ended well
     waits_since: float = inf  # it has been ready to read what it needs for so long
     unanswered_since: float = inf  # and in an update to a version that no worker that lives has whole
@@ -274,6 +275,11 @@ class Truth:
         """It has heard nothing of a server for about a lease, and may go on without one."""
         return self.now > life.told_at + ALONE * self.settings.lease_s
 
+    def was_alone(self, life: Life) -> bool:
+        """A shard of its replica is alone, or was within the last lease or in its last call, and acted by itself."""
+        since = min([self.now - self.settings.lease_s, *(call.began for call in life.calls()[-1:])])
+        return any(self.is_alone(each) or each.back_at > since for each in (life, *self.group(life)))
+
     def shards_of(self, life: Life) -> int:
         return self.conditions.shards_in(life.cut)
 
@@ -361,6 +367,8 @@ class Truth:
                     life.call.is_cancelled = True
                     self._ended(life)
             case events.Received(Orders()):
+                if self.is_alone(life) and life.told_at > -inf:
+                    life.back_at = self.now
                 life.told_at = self.now
             case events.Closing():
                 life.closing = min(life.closing, self.now)

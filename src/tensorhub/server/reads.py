@@ -46,14 +46,16 @@ AGAIN = 0.25  # of the time between two reports: whether a source is back for wh
 
 def drained_version(state: State, model: Model, member: Member) -> Drained:
     """The version that this worker wants to leave, if it has no reader left and none to come."""
-    buffer = member.content.buffer
+    buffer, is_accepted = member.content.buffer, True
+    if isinstance(buffer, Poisoned) and isinstance(member.report.buffer, Withdrawing):
+        buffer, is_accepted = member.report.buffer, False  # what it withdraws is not what its version is
     if not isinstance(buffer, (Withdrawing, Poisoned)) or buffer.version is None:
         return Drained()
     if model.is_listening:
         return Drained(why="the server has restarted, and has not heard all workers yet")
     if _has_readers(state, member, buffer.version):
         return Drained(why=_read_by(state, member, buffer.version))
-    if isinstance(buffer, Poisoned) or member.is_drained:
+    if isinstance(buffer, Poisoned) or member.is_drained or not is_accepted:
         return Drained(buffer.version)
     if _may_keep_it(state, model, member):
         why = "no worker that is here has all of the newer version, so this one is kept"
