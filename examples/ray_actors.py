@@ -47,15 +47,19 @@ class Rollout:
         self.weights.register(self.parameters)
         self.weights.replicate("latest", timeout=60)
 
-    def update(self) -> tuple[int, float, float]:
-        """The version now held, and the least and the greatest of its parameters."""
+    def update(self, version: int) -> tuple[int, float, float]:
+        """The version now held, and the least and the greatest of its parameters.
+
+        It waits for that version first: the trainer may have published it while no server was there.
+        """
+        self.weights.wait_for(version, timeout=60)
         version = self.weights.update("latest", timeout=60)
         return version, float(self.parameters["w"].min()), float(self.parameters["w"].max())
 
 
 def show(what: str, version: int, rollouts: list) -> None:
     """All rollouts hold the version, whole."""
-    held = ray.get([rollout.update.remote() for rollout in rollouts], timeout=120)
+    held = ray.get([rollout.update.remote(version) for rollout in rollouts], timeout=120)
     assert all(each == (version, version, version) for each in held), (what, version, held)
     print(f"{what}: {len(rollouts)} rollouts hold version {version}")
 

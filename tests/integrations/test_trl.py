@@ -126,11 +126,10 @@ def test_grpo_publishes_each_step_in_place(server, llama, tmp_path):
 
 
 def test_a_trainer_that_begins_again_goes_on_above_its_old_versions(server, llama, tmp_path):
-    witness = Witness()
     with tensorhub.open("policy", replica="other", server=server) as other:
         other.register({"w": torch.zeros(3)}, boxes={})
         other.publish(41)
-        train(llama, tmp_path, server, witness, max_steps=1)
+    train(llama, tmp_path, server, Witness(), max_steps=1)
     assert tensorhub.connect(server).next_version("policy") == 44  # 42 before the first step, 43 after it
 
 
