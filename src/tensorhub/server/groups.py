@@ -287,13 +287,18 @@ class Replica:
             return None
         return call.version if shard in call.arrived or not is_put else None
 
-    def answer(self, shard: Shard, reported: CallReport, *, is_whole: bool = True) -> Answer | None:
+    def answer(
+        self, shard: Shard, reported: CallReport, *, is_whole: bool = True, is_new: bool = False
+    ) -> Answer | None:
         """What became of the call that a shard's caller is in. None: what is over cannot be known yet.
 
-        `is_whole`: all shards that may have ended a call have said so.
+        `is_whole`: all shards that may have ended a call have said so. `is_new`: its worker has ended no call. It was
+        not there when another shard went on without the server, and comes after that.
         """
         call = self.find(reported.number)
         if reported.number <= self.alone and (call is None or not call.is_finished):
+            if is_new:
+                return self._answer_late(shard, reported, call, is_whole)
             return Answer(reported.number, alone=True)
         if call is None or self._is_late(shard, call, reported):
             return self._answer_late(shard, reported, call, is_whole)

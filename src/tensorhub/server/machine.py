@@ -336,7 +336,9 @@ class Server:
         is_whole = not model.is_listening
         told = Told(
             position=replica.ended if is_whole else None,
-            answer=replica.answer(member.shard, reported, is_whole=is_whole) if reported is not None else None,
+            answer=replica.answer(member.shard, reported, is_whole=is_whole, is_new=not member.report.ended)
+            if reported is not None
+            else None,
             grant=current.grant if current is not None else None,
             drained=drained.version,
             offload=offload,
