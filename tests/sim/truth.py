@@ -9,7 +9,7 @@ from math import inf
 from typing import Protocol
 
 from tensorhub.protocol.messages import Failure, Grant, Hello, Orders, Poisoned, Report
-from tensorhub.protocol.names import Digest, ModelName, ReplicaName, Shard, Ticket, Version, WorkerId
+from tensorhub.protocol.names import Digest, ModelName, Number, ReplicaName, Shard, Ticket, Version, WorkerId
 from tensorhub.worker import events
 from tensorhub.worker.events import Finished
 
@@ -124,6 +124,7 @@ class Life:
     heard_at: float = -inf
     heard_by: int = 0  # which life of the server; 0 once that has refused it
     told_at: float = -inf  # when a server's orders last came
+    told_number: Number = Number(0)  # theirs
     back_at: float = -inf  # when they last came after about a lease without any
     is_writer: bool = False  # a publish, or a claim, has ended well
     waits_since: float = inf  # it has been ready to read what it needs for so long
@@ -312,7 +313,7 @@ class Truth:
             helds = [each.held for each in group]
             if all(h is not None and h.version == version and h.root == mine.roots.get(i) for i, h in enumerate(helds)):
                 mine.exists, mine.server_life = self.now, self.server_life
-                if any(map(self.is_alone, group)):
+                if any(map(self.was_alone, group)):
                     mine.is_alone, mine.server_life = True, 0
 
     def made_as(self, model: str, version: Version) -> list[Made]:
@@ -366,7 +367,8 @@ class Truth:
                 if life.call is not None:
                     life.call.is_cancelled = True
                     self._ended(life)
-            case events.Received(Orders()):
+            case events.Received(Orders(number=number)) if number > life.told_number:  # late ones say nothing
+                life.told_number = number
                 if self.is_alone(life) and life.told_at > -inf:
                     life.back_at = self.now
                 life.told_at = self.now
