@@ -1,5 +1,6 @@
 """The documentation: its links lead somewhere, its code runs, its tables are what the code says."""
 
+import inspect
 import re
 import subprocess
 import sys
@@ -7,6 +8,9 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+
+import tensorhub
+import tensorhub.aio
 
 from .sources import ROOT
 
@@ -94,3 +98,31 @@ def test_generated_tables_are_current() -> None:
     command = [sys.executable, str(ROOT / "tools/gen_docs.py"), "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def public_names() -> list[tuple[str, object]]:
+    """What users may import or call: `open`, `Weights.update`, `aio.Weights.update`, with what they are."""
+    names = [(name, getattr(tensorhub, name)) for name in tensorhub.__all__ if name not in ("aio", "errors")]
+    names += [(f"aio.{name}", getattr(tensorhub.aio, name)) for name in ("open", "connect", "Weights", "View")]
+    for name, found in list(names):
+        if isinstance(found, type) and not issubclass(found, BaseException):
+            annotated = getattr(found, "__annotations__", {})
+            members = (part for part in [*vars(found)] if not part.startswith("_") and part not in annotated)
+            names += [(f"{name}.{part}", inspect.getattr_static(found, part)) for part in members]
+    return names
+
+
+def undocumented(names: list[tuple[str, object]], code: str) -> list[str]:
+    """Those without a docstring, and those whose last word stands in no code of the pages."""
+    words = set(re.findall(r"\w+", code))
+    return [name for name, found in names if not getattr(found, "__doc__", "") or name.split(".")[-1] not in words]
+
+
+def test_every_public_name_is_documented() -> None:
+    pages = [page.read_text(encoding="utf-8") for page in PAGES if "decisions" not in page.parts]
+    spans = (FENCE.sub("", text) for text in pages)
+    code = "\n".join(
+        [*(block[2] for text in pages for block in FENCE.findall(text)), *re.findall(r"`[^`\n]+`", "\n".join(spans))]
+    )
+    assert undocumented(public_names(), code) == []
+    assert undocumented([("nothing_of_that_name", len)], code) == ["nothing_of_that_name"]
