@@ -16,6 +16,8 @@ AGAIN_S = 1.0  # after a server was not reached
 def show_events(view: View, *, model: str, follow: bool, as_json: bool) -> None:
     """Prints the events. With `follow` it waits for a server that is away, and ends by an interrupt only."""
     last = 0
+    if follow:
+        view.status()  # a server that was never there is not waited for
     while True:
         try:
             for event in view.events(after=last, follow=follow, model=model):
@@ -23,7 +25,7 @@ def show_events(view: View, *, model: str, follow: bool, as_json: bool) -> None:
                 show(event, as_json=as_json)
             return
         except ServerUnreachable as error:
-            if not (follow and last):
+            if not follow:
                 raise
             typer.echo(error_text(error), err=True)
             time.sleep(AGAIN_S)

@@ -210,6 +210,7 @@ _log = logging.getLogger(__name__)
 
 CONNECT_S = 5.0  # for its kernel to answer: a lost SYN is sent again after 1 s and after 3 s; 2 s spare
 SILENCE_S = 5.0  # five reports unanswered, at one a second; longer where reports are rarer
+ELSEWHERE_S = 5.0  # for a server's first answer, where another address is left
 PATIENCE_S = 30.0  # three leases: a process that was stopped, swapped out or moved is back by then, or never
 JITTER = 0.5  # of that, at most, by which one worker waits longer than another
 FIRST_RETRY_S = 0.05  # a restarted server is found quickly
@@ -314,6 +315,11 @@ class Connection:
         self._has_mail.set()
 
     @property
+    def _first_s(self) -> float:
+        """How long a server may take to say the first word."""
+        return _patience_s() if len(self._addresses) == 1 else ELSEWHERE_S
+
+    @property
     def _answering(self) -> str:
         """The address that is tried, or has answered."""
         return self._addresses[self._at]
@@ -335,7 +341,7 @@ class Connection:
             while True:
                 refusal, has_heard = None, False
                 try:
-                    async with asyncio.timeout(_patience_s()):
+                    async with asyncio.timeout(self._first_s):
                         socket = await self._connect(http)
                 except (aiohttp.ClientError, OSError, ValueError, TimeoutError) as error:
                     self._note_failure(error, is_last=tried + 1 == len(self._addresses))
@@ -401,7 +407,8 @@ class Connection:
             helpers = [group.create_task(self._write(socket)), group.create_task(self._ask(socket))]
             try:
                 while refusal is None:
-                    frame = await socket.receive(timeout=patience_s)  # the answer to a ping begins it anew
+                    # the answer to a ping begins it anew
+                    frame = await socket.receive(timeout=patience_s if has_heard else self._first_s)
                     if frame.type is not aiohttp.WSMsgType.BINARY:
                         self.why = "it closed the connection"
                         break

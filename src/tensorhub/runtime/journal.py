@@ -11,6 +11,7 @@ import os
 import stat
 from collections.abc import Sequence
 from pathlib import Path
+from uuid import uuid4
 
 from ..protocol.errors import UsageError
 from ..server.journal import MAX_RECORD_BYTES, History, Record, begins_a_journal, encoded, history_of
@@ -44,6 +45,7 @@ class JournalFile:
         self._is_written = asyncio.Event()
         self._file = self._lock = -1
         self._begun_bytes = self._bytes = 0
+        self._name = uuid4().hex  # of this process's journal, whatever its number is
         self._part = 0  # how often it was begun anew
         self._is_copied = False
         try:
@@ -101,7 +103,7 @@ class JournalFile:
 
     def since(self, part: str, offset: int) -> tuple[str, int, bytes]:
         """The part that is written now, an offset in it, and all bytes from there on: none before, if that is known."""
-        mine = f"{self.boot}-{os.getpid()}-{self._part}"
+        mine = f"{self._name}-{self._part}"
         begins = offset if part == mine and 0 <= offset <= self._bytes else 0
         if self._file < 0:
             return mine, 0, b""

@@ -40,7 +40,7 @@ from ..transport.ranges import Batches
 from ..transport.tcp.reader import Job, TcpRead
 from ..transport.tcp.settings import TcpSettings
 from .config import MAX_SHARDS, OTHER_HOST, Options, with_own_token
-from .connection import CONNECT_S, STATUSES, http_session, retry_delay_s, unreached, why_away
+from .connection import CONNECT_S, ELSEWHERE_S, STATUSES, http_session, retry_delay_s, unreached, why_away
 from .content import key_of
 from .loops import hand_over, in_thread
 
@@ -357,8 +357,11 @@ async def _get(
     addresses, first = options.server.split(","), _answered.get(options.server, 0)
     in_order = [*range(first, len(addresses)), *range(first)]
     for at in in_order:
+        asked = replace(options, server=addresses[at])
         try:
-            body = await _get_from(http, replace(options, server=addresses[at]), path, params, method)
+            if len(addresses) > 1:  # an answer may take long, but a server that stands still never gives one
+                await _get_from(http, asked, "/healthz", {}, "GET", most_s=ELSEWHERE_S)
+            body = await _get_from(http, asked, path, params, method)
         except _Away:
             if at == in_order[-1]:
                 raise
@@ -368,11 +371,19 @@ async def _get(
     raise InvariantViolation("the last address answers or raises")
 
 
-async def _get_from(http: aiohttp.ClientSession, options: Options, path: str, params: Question, method: str) -> bytes:
+async def _get_from(
+    http: aiohttp.ClientSession,
+    options: Options,
+    path: str,
+    params: Question,
+    method: str,
+    *,
+    most_s: float | None = None,
+) -> bytes:
     options = with_own_token(options)
     headers = {"Authorization": f"Bearer {options.token}"} if options.token else {}
     url = f"http://{options.server}{path}"
-    patience = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=LONG_POLL_S + CONNECT_S)
+    patience = aiohttp.ClientTimeout(total=most_s, sock_connect=CONNECT_S, sock_read=LONG_POLL_S + CONNECT_S)
     try:
         async with http.request(method, url, params=params, headers=headers, timeout=patience) as answer:
             body = bytearray()

@@ -1,9 +1,10 @@
 """Stands by for a reference server on another host: copies its journal, and tells which of two servers goes on.
 
-A standby server asks the first one for its journal once a report. When it has heard nothing for two leases, it begins,
-with a higher life. The copy may lack the latest sessions, so it listens for a lease. It goes on asking: of two servers
-that hear of each other the one with the higher life goes on, and the other one stops. That may have let workers read,
-of which the one that goes on knows nothing: so it listens for a lease once more.
+A standby server asks the first one for its journal once a report. When it has got no answer for two leases, it begins,
+with a higher life. Time for which it stood still itself does not count. One without a journal needs an answer first.
+The copy may lack the latest sessions, so it listens for a lease. It goes on asking: of two servers that hear of each
+other the one with the higher life goes on, and the other one stops. That may have let workers read, of which the one
+that goes on knows nothing: so it listens for a lease once more.
 """
 
 import asyncio
@@ -14,9 +15,9 @@ from dataclasses import dataclass
 import aiohttp
 from aiohttp import web
 
-from ..protocol.errors import Refused, TensorHubError
+from ..protocol.errors import Refused, TensorHubError, UsageError
 from ..protocol.settings import Settings
-from .connection import CONNECT_S, http_session, why_away
+from .connection import CONNECT_S, MAX_NUMBER, http_session, why_away
 from .journal import JournalFile
 
 _log = logging.getLogger(__name__)
@@ -25,6 +26,11 @@ PATH = "/v1/journal"
 LEASES = 2  # without a word of the first server: then no worker trusts what that has said
 LIFE, PART, BEGINS = "TensorHub-Life", "TensorHub-Journal", "TensorHub-Offset"  # headers of an answer
 STOPS = 409  # HTTP: the server that answers has the lower life, and stops
+ASK = 0.25  # of a lease: for one answer
+REFUSALS = {
+    404: "it keeps no journal: give it --state",
+    421: "it is not called so: name its IP address, or give it that name with --name",
+}
 
 
 def other_server(life: int) -> TensorHubError:
@@ -44,25 +50,36 @@ class First:
     has_bytes: int = 0  # of that part
 
     async def follow(self, journal: JournalFile) -> None:
-        """Copies its journal until it has said nothing for two leases. Raises `Refused` for another token."""
-        loop = asyncio.get_running_loop()
-        heard_at, why = loop.time(), ""
+        """Copies its journal until it has said nothing for two leases.
+
+        Raises `Refused` for another token, and `UsageError` where it answers, and gives no journal.
+        """
+        clock, silent_s, why = asyncio.get_running_loop().time, 0.0, ""
+        longest_s = self.settings.report_s + ASK * self.settings.lease_s  # more was a pause of this process
+        is_known = journal.path.exists()
         _log.info("stands by for the reference server at %s", self.address)
         async with http_session() as http:
-            while loop.time() < heard_at + LEASES * self.settings.lease_s:
+            while not is_known or silent_s < LEASES * self.settings.lease_s:
+                began = clock()
                 try:
                     status, headers, body = await self._ask(http, part=self.part, offset=str(self.has_bytes))
-                    if status == web.HTTPUnauthorized.status_code:
-                        raise Refused(f"{self.address} has another token", hint="give both servers the same token")
                     if status == web.HTTPOk.status_code:
                         self._take(journal, headers, body)
-                        heard_at = loop.time()
-                    else:
-                        why = f"HTTP {status}"
+                    self._check(status)
+                    is_known, silent_s, began = True, 0.0, clock()
                 except (aiohttp.ClientError, OSError, TimeoutError) as error:
-                    why = why_away(error)
+                    if why_away(error) != why:
+                        why = why_away(error)
+                        _log.info("the reference server at %s does not answer: %s", self.address, why)
                 await asyncio.sleep(self.settings.report_s)
+                silent_s += min(clock() - began, longest_s)
         _log.warning("takes over from the reference server at %s, which has said nothing: %s", self.address, why)
+
+    def _check(self, status: int) -> None:
+        if status == web.HTTPUnauthorized.status_code:
+            raise Refused(f"{self.address} has another token", hint="give both servers the same token")
+        if status in REFUSALS:
+            raise UsageError(f"cannot stand by for {self.address}", hint=REFUSALS[status])
 
     async def compare(self, life: int, on_stopped: Callable[[], None], on_higher: Callable[[int], None]) -> None:
         """Shows it this server's life, again and again. `on_stopped`: it stops; `on_higher`: its life is higher."""
@@ -81,7 +98,7 @@ class First:
 
     async def _ask(self, http: aiohttp.ClientSession, **question: str) -> tuple[int, Mapping[str, str], bytes]:
         headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
-        patience = aiohttp.ClientTimeout(total=self.settings.lease_s, sock_connect=CONNECT_S)
+        patience = aiohttp.ClientTimeout(total=ASK * self.settings.lease_s, sock_connect=CONNECT_S)
         url = f"http://{self.address}{PATH}"
         async with http.get(url, params=question, headers=headers, timeout=patience) as answer:
             return answer.status, answer.headers, await answer.read()
@@ -107,6 +124,8 @@ def answer(
         theirs, offset = int(query.get("life", "0")), int(query.get("offset", "0"))
     except ValueError as error:
         raise web.HTTPBadRequest(text="life and offset are numbers") from error
+    if not (0 <= theirs <= MAX_NUMBER and 0 <= offset <= MAX_NUMBER):
+        raise web.HTTPBadRequest(text="life and offset are numbers of a server")
     if theirs > life:
         on_higher(theirs)
         return web.Response(status=STOPS, headers={LIFE: str(life)})
