@@ -6,29 +6,28 @@ Rules:
    version. It has the layout, and a digest of each chunk as the publisher made them.
 3. What is read back is compared with those digests before it is published. What differs is refused, and the object is
    named.
-4. A version goes from and to the store through files in `staging`, so that neither way takes memory of its size.
+4. A version goes between worker and store through host memory of its size, and parts of `PART_BYTES`. No disk is used.
 """
 
 import asyncio
 import contextlib
 import logging
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, Unpack
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Unpack
 from urllib.parse import urlsplit
 
 import msgspec
-from msgspec.structs import replace
 
 from . import aio, files
 from .memory.describe import Described
 from .memory.host_memory import Footing, untouched
 from .memory.registration import Registration, register_memory
-from .protocol.errors import CorruptTransfer, SourceLost, UsageError, VersionConflict, VersionUnavailable
-from .protocol.manifest import Manifest, decode_layout
+from .memory.streams import host_view
+from .protocol.errors import CorruptTransfer, SourceLost, Unavailable, UsageError, VersionConflict, VersionUnavailable
+from .protocol.manifest import Layout, Manifest, decode_layout
 from .protocol.names import Digest
+from .protocol.status import ModelView
 from .runtime.config import LoadArguments, Options
 from .runtime.loops import in_thread, loop_thread
 from .runtime.questions import layouts_of, whole_layout_of
@@ -97,15 +96,22 @@ async def _hold(
         if oldest.version < version:
             await (oldest.weights.replicate(version) if oldest.version < 0 else oldest.weights.update(version))
         return
-    registration = await loop_thread().run_here(_memory(model, version, options, host_bytes))
+    registration = (await loop_thread().run_here(_memory(model, version, options, host_bytes))).registration
     weights = await aio.join(model, f"{replica}-{len(held)}", 0, 1, True, options)
     held.append(_Held(weights, registration.size_bytes))
     await weights.take(registration)
     await weights.replicate(version)
 
 
-async def _memory(model: str, version: int, options: Options, host_bytes: int | None) -> Registration:
-    """Host memory for a version. In the worker loop."""
+class _Memory(NamedTuple):
+    """Host memory of a version, and the bytes of each tensor in it."""
+
+    registration: Registration
+    tensors: dict[str, memoryview]
+
+
+async def _memory(model: str, version: int, options: Options, host_bytes: int | None) -> _Memory:
+    """Host memory for a version that workers hold. In the worker loop."""
     deadline = asyncio.get_running_loop().time() + options.timeout_s
     laid = await layouts_of(options, model, version, deadline)
     if not laid.cut_by and len(laid.layouts) > 1:
@@ -114,26 +120,22 @@ async def _memory(model: str, version: int, options: Options, host_bytes: int | 
     layout = await whole_layout_of(options, model, laid, deadline) if laid.cut_by else laid.layouts[0]
     if host_bytes is not None and layout.size_bytes > host_bytes:
         raise UsageError(f"version {version} of {model} has {layout.size_bytes} B, host_bytes allows {host_bytes} B")
+    what = f"version {version} of {model}"
+    return await in_thread(lambda: _allocated(layout, bool(laid.cut_by), what), name="hold")
 
-    def make() -> Registration:
-        Footing(layout.size_bytes, what=f"version {version} of {model}")
-        address, owner = untouched(max(1, layout.size_bytes))
-        described = [
-            Described(
-                *(
-                    each.name,
-                    each.dtype,
-                    each.shape,
-                    each.strides,
-                    address + each.offset_bytes if each.size_bytes else 0,
-                ),
-                *(each.size_bytes, "cpu", address, owner),
-            )
-            for each in layout.tensors
-        ]
-        return register_memory(described, has_boxes=bool(laid.cut_by))
 
-    return await in_thread(make, name="hold")
+def _allocated(layout: Layout, has_boxes: bool, what: str, *, may_have: bool = False) -> _Memory:
+    """Raises `HostMemoryFull`."""
+    size_bytes = max(1, layout.size_bytes)
+    Footing(size_bytes, what=what)
+    start, owner = untouched(size_bytes)
+    described, tensors, memory = list[Described](), dict[str, memoryview](), host_view(start, size_bytes, owner)
+    for each in layout.tensors:
+        address = start + each.offset_bytes if each.size_bytes else 0
+        facts = (each.name, each.dtype, each.shape, each.strides, address, each.size_bytes, "cpu", start, owner)
+        described.append(Described(*facts))
+        tensors[each.name] = memory[each.offset_bytes : each.offset_bytes + each.size_bytes]
+    return _Memory(register_memory(described, has_boxes=has_boxes, may_have=may_have), tensors)
 
 
 # --- Archive: an object store keeps versions, and gives them back.
@@ -141,6 +143,7 @@ async def _memory(model: str, version: int, options: Options, host_bytes: int | 
 MANIFEST = "manifest"
 PART_BYTES = 16 << 20  # of an upload: a store takes 10,000 of them, so 160 GB in one file
 AT_ONCE = 4  # parts of one upload
+READ_S = 3600.0  # for a version from other workers
 
 
 class Archived(msgspec.Struct, frozen=True):
@@ -152,11 +155,7 @@ class Archived(msgspec.Struct, frozen=True):
     layout: bytes
     manifest: bytes
     metadata: dict[str, Any]
-    files: tuple[tuple[str, int], ...]  # names and sizes
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(size_bytes for _, size_bytes in self.files)
+    files: tuple[files.File, ...]
 
 
 class Store:
@@ -170,7 +169,7 @@ class Store:
         except ModuleNotFoundError as error:
             raise UsageError("the package obstore is not installed", hint="pip install 'tensorhub[archive]'") from error
         self._obstore, self.url, self._model = obstore, url, model
-        self.errors: type[Exception] = BaseError
+        self.errors = (BaseError, OSError)  # an object that is missing is a FileNotFoundError
         parts = urlsplit(url)
         try:
             if parts.scheme == "file":
@@ -186,13 +185,17 @@ class Store:
 
     def versions(self) -> list[int]:
         """Versions that are whole, newest first: those with a manifest."""
-        found = []
+        return sorted((version for version, names in self._folders().items() if MANIFEST in names), reverse=True)
+
+    def _folders(self) -> dict[int, list[str]]:
+        """Names of the objects of each version, whole or not."""
+        found: dict[int, list[str]] = {}
         for batch in self._obstore.list(self._store, prefix=f"{self._model}/"):
             for each in batch:
-                parts = each["path"].split("/")
-                if parts[-1] == MANIFEST and parts[-2].isdecimal():
-                    found.append(int(parts[-2]))
-        return sorted(found, reverse=True)
+                version, _, name = each["path"].removeprefix(f"{self._model}/").partition("/")
+                if version.isdecimal():
+                    found.setdefault(int(version), []).append(name)
+        return found
 
     def manifest(self, version: int) -> Archived:
         """Raises `CorruptTransfer` for one that is malformed."""
@@ -203,23 +206,41 @@ class Store:
         except msgspec.MsgspecError as error:
             raise CorruptTransfer(f"{self.url}/{name} is no manifest: {error}") from error
 
-    def write(self, folder: Path, archived: Archived) -> None:
+    def write(self, archived: Archived, memory: _Memory) -> None:
         """Files first, the manifest last."""
-        for file, _ in archived.files:
-            name = self.name(archived.version, file)
-            self._obstore.put(self._store, name, folder / file, chunk_size=PART_BYTES, max_concurrency=AT_ONCE)
+        for file in archived.files:
+            name, parts = self.name(archived.version, file.name), _parts([file.header, *_tensors(file, memory)])
+            self._obstore.put(self._store, name, parts, chunk_size=PART_BYTES, max_concurrency=AT_ONCE)
         self._obstore.put(self._store, self.name(archived.version, MANIFEST), msgspec.msgpack.encode(archived))
 
-    def read(self, archived: Archived, folder: Path) -> None:
-        """All files of a version, not verified yet. Raises `CorruptTransfer` for one of another length."""
-        for file, size_bytes in archived.files:
-            name = self.name(archived.version, file)
-            with (folder / Path(file).name).open("wb") as target:
-                for chunk in self._obstore.get(self._store, name).stream(min_chunk_size=PART_BYTES):
-                    target.write(chunk)
-                if target.tell() != size_bytes:
-                    text = f"{self.url}/{name} has {target.tell()} B, and {size_bytes} B were archived"
-                    raise CorruptTransfer(text, hint="an older version may be whole")
+    def read(self, archived: Archived, memory: _Memory) -> None:
+        """Fill the memory of a version, and compare it. Raises `CorruptTransfer` naming the object that is wrong."""
+        for file in archived.files:
+            name = f"{self.url}/{self.name(archived.version, file.name)}"
+            header = bytearray(len(file.header))
+            try:
+                found = self._obstore.get(self._store, self.name(archived.version, file.name))
+            except FileNotFoundError as error:
+                raise CorruptTransfer(f"{name} is missing", hint=OLDER) from error
+            if found.meta["size"] != file.size_bytes:
+                text = f"{name} has {found.meta['size']} B, and {file.size_bytes} B were archived"
+                raise CorruptTransfer(text, hint=OLDER)
+            _scatter(found.stream(min_chunk_size=PART_BYTES), [memoryview(header), *_tensors(file, memory)])
+            if header != file.header:
+                raise CorruptTransfer(f"{name} is not what was archived: its header differs", hint=OLDER)
+        wrong = files.changed_since(memory.registration, archived.manifest, archived.root)
+        if wrong:
+            first = files.aliases_in(memory.registration.layout).get(wrong[0], wrong[0])
+            file = next(each for each in archived.files for tensor in each.tensors if tensor.name == first)
+            name = f"{self.url}/{self.name(archived.version, file.name)}"
+            raise CorruptTransfer(f"{name} is not what was archived: tensor {wrong[0]!r} differs", hint=OLDER)
+
+    def prune(self, keep: int) -> None:
+        """Keep the newest versions, and remove what an older one has left, whole or not."""
+        whole = self.versions()
+        for version in self._folders():
+            if version < whole[0] and version not in whole[:keep]:
+                self.remove(version)
 
     def remove(self, version: int) -> None:
         """The manifest first: what is left of it is no version."""
@@ -229,6 +250,35 @@ class Store:
         self._obstore.delete(self._store, names)
 
 
+OLDER = "an older version may be whole"
+
+
+def _tensors(file: files.File, memory: _Memory) -> list[memoryview]:
+    return [memory.tensors[each.name] for each in file.tensors]
+
+
+def _parts(pieces: Sequence[bytes | memoryview]) -> Iterator[memoryview]:
+    """The pieces, none of them longer than a part."""
+    for piece in pieces:
+        view = memoryview(piece)
+        for at in range(0, len(view), PART_BYTES):
+            yield view[at : at + PART_BYTES]
+
+
+def _scatter(chunks: Iterator[Any], into: Sequence[memoryview]) -> None:
+    """Copy bytes into memory, piece after piece."""
+    pieces = iter(into)
+    piece = next(pieces)
+    for chunk in chunks:
+        view = memoryview(chunk)
+        while len(view):
+            while not len(piece):
+                piece = next(pieces)
+            count = min(len(piece), len(view))
+            piece[:count] = view[:count]
+            piece, view = piece[count:], view[count:]
+
+
 async def archive(
     model: str,
     url: str,
@@ -236,101 +286,129 @@ async def archive(
     every: int = 10,
     keep: int = 5,
     serves: bool = False,
-    staging: Path | None = None,
     replica: str = "archive",
     on_change: Callable[[str], None] = lambda text: None,
     **where: Unpack[LoadArguments],
 ) -> None:
     """Write each `every`-th version to an object store, and keep the newest `keep` there, until it is cancelled.
 
-    The first is the newest version that there is, the next one is at least `every` higher. `serves`: while no worker
-    holds any version of the model, publish the newest archived one, until another replica holds it. Raises
-    `UsageError`, and what `open` raises.
+    The first is the newest version that there is, the next one is at least `every` higher; 0: none is written. `serves`
+    reads versions back, as `to_serve` says. Raises `UsageError`, and what `open` raises.
     """
     options = files.options_for_files(**where)
     view, store = aio.View(options, loop_thread()), await asyncio.to_thread(Store, url, model)
+    serving = _Serving(model, store, replica, options, on_change)
     known = await asyncio.to_thread(store.versions)
-    last, refused = known[0] if known else None, set[int]()
-    while True:
-        try:
-            await view.next_version(model)  # answered once a restarted server knows all versions
-            there = [each for each in await view.versions(model) if each.holders or each.host_copies]
-            newest = max((each.version for each in there if each.is_complete), default=None)
-            if newest is not None and (last is None or newest >= last + every):
-                with _staged(staging) as folder:
-                    await _write(store, model, newest, folder, **where)
-                last = newest
-                on_change(f"version {newest} is in {url}")
-                for old in (await asyncio.to_thread(store.versions))[keep:]:
-                    await asyncio.to_thread(store.remove, old)
-            elif serves and not there:
-                known = await asyncio.to_thread(store.versions)
-                wanted = next((version for version in known if version not in refused), None)
-                if wanted is not None:
-                    try:
-                        with _staged(staging) as folder:
-                            await _serve(store, model, wanted, folder, replica, on_change, **where)
-                    except (CorruptTransfer, VersionConflict):
-                        refused.add(wanted)
-                        raise
-        except (CorruptTransfer, VersionConflict, VersionUnavailable, SourceLost, store.errors) as error:
-            _log.error("%s: %s", model, error)
-            on_change(str(error))
-        await asyncio.sleep(LOOK_S)
-
-
-@contextlib.contextmanager
-def _staged(staging: Path | None) -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="tensorhub-archive-", dir=staging))
+    last = known[0] if known else None
     try:
-        yield folder
+        while True:
+            try:
+                await view.next_version(model)  # answered once a restarted server knows all versions
+                found = next(iter((await view.status(model=model)).models), None)
+                there = [each for each in found.versions if each.holders or each.host_copies] if found else []
+                newest = max((each.version for each in there if each.is_complete), default=None)
+                if every and newest is not None and (last is None or newest >= last + every):
+                    await _write(store, view, model, newest, options)
+                    last = newest
+                    on_change(f"version {newest} is in {url}")
+                    await asyncio.to_thread(store.prune, keep)
+                elif serves:
+                    await serving.step(found, await asyncio.to_thread(store.versions))
+            except (CorruptTransfer, VersionConflict, Unavailable, SourceLost, *store.errors) as error:
+                _log.error("%s: %s", model, error)
+                on_change(str(error))
+            await asyncio.sleep(LOOK_S)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        await serving.close()
 
 
-async def _write(store: Store, model: str, version: int, folder: Path, **where: Unpack[LoadArguments]) -> None:
-    found = await files.pull(model, folder / "version", version, **where)
-    shown = found.manifest.encode()
-    names = tuple((path.name, path.stat().st_size) for path in found.paths)
-    about = Archived(
-        *(version, found.manifest.root(), not isinstance(found.manifest, Manifest), found.layout.encode(), shown),
-        *(found.metadata, names),
-    )
-    await asyncio.to_thread(store.write, folder / "version", about)
+async def _write(store: Store, view: aio.View, model: str, version: int, options: Options) -> None:
+    """Read a version from other workers, and write it to the store."""
+    metadata = await view.metadata(model, version)
+    memory = await loop_thread().run_here(_memory(model, version, options, None))
+    registration = memory.registration
+    checkpoint, _ = files.files_for(registration.layout, metadata, None)
+    wanted = files.Wanted(model, version, None, options, lambda *_: None)
+    target = files.Target(version, checkpoint, registration)
+    _, manifest = await loop_thread().run_here(files.fill(wanted, target, time.monotonic() + READ_S))
+    has_boxes = not isinstance(manifest, Manifest)
+    facts = (version, manifest.root(), has_boxes, registration.layout.encode(), manifest.encode(), metadata)
+    await asyncio.to_thread(store.write, Archived(*facts, checkpoint.files), memory)
 
 
-async def _serve(
-    store: Store,
-    model: str,
-    version: int,
-    folder: Path,
-    replica: str,
-    on_change: Callable[[str], None],
-    **where: Unpack[LoadArguments],
-) -> None:
-    archived = await asyncio.to_thread(store.manifest, version)
-    await asyncio.to_thread(store.read, archived, folder)
-    checkpoint, registration = await asyncio.to_thread(verified, store, archived, folder)
-    on_change(f"version {version} is verified, and served from {store.url}")
-    await files.serve(model, checkpoint, registration, archived.metadata, version=version, replica=replica, **where)
-    on_change(f"version {version} is held by another replica")
+def to_serve(found: ModelView | None, known: Sequence[int], site: str) -> tuple[int, bool] | None:
+    """Which archived version an archive reads back, and whether it publishes it. `known`: newest first.
+
+    It publishes the newest one while no trainer is here, and either no worker holds any version, or the server has
+    never had so high a number: a region has its own server. Else it holds the newest one that other sites hold, if its
+    own site has none so new.
+    """
+    if not known:
+        return None
+    if found is None:
+        return known[0], True
+    workers = [each for replica in found.replicas for each in replica.workers]
+    there = [each for each in found.versions if each.holders or each.host_copies]
+    if not there or found.newest is None or known[0] > found.newest:
+        return None if any(each.is_writer for each in workers) else (known[0], True)
+    mine = [each for each in workers if each.site == site]
+    here = [each.version for each in mine if each.version is not None and each.state == "holding"]
+    newest = max([*here, *(copy for each in mine for copy in each.copies)], default=-1)
+    whole = [each.version for each in there if each.is_complete]
+    lacked = next((version for version in known if version in whole and version > newest), None)
+    return (lacked, False) if site and lacked is not None else None
 
 
-def verified(store: Store, archived: Archived, folder: Path) -> tuple[files.Checkpoint, Registration]:
-    """The files of an archived version as memory. Raises `CorruptTransfer` naming the object that is not right."""
-    layout = decode_layout(archived.layout)
-    aliases = files.aliases_in(layout)
-    try:
-        checkpoint = files.Checkpoint(tuple(files.read_file(folder / name) for name, _ in archived.files), None)
-        memory = files.placed(checkpoint, [folder / name for name, _ in archived.files], is_writable=False)
-        described = [replace(memory[aliases.get(each.name, each.name)], name=each.name) for each in layout.tensors]
-        registration = register_memory(described, has_boxes=archived.has_boxes)
-    except (UsageError, KeyError) as error:
-        raise CorruptTransfer(f"{store.url}/{store.name(archived.version, '')}: {error}") from error
-    wrong = files.changed_since(registration, archived.manifest, archived.root)
-    if wrong:
-        first = aliases.get(wrong[0], wrong[0])
-        file = next(file.name for file in checkpoint.files for each in file.tensors if each.name == first)
-        text = f"{store.url}/{store.name(archived.version, file)} is not what was archived: tensor {wrong[0]!r} differs"
-        raise CorruptTransfer(text, hint="an older version may be whole")
-    return checkpoint, registration
+class _Serving:
+    """What an archive has read back: in a site that lacks it, it holds the version until there is a newer one."""
+
+    def __init__(
+        self, model: str, store: Store, replica: str, options: Options, on_change: Callable[[str], None]
+    ) -> None:
+        self._model, self._store, self._replica, self._options = model, store, replica, options
+        self._on_change = on_change
+        self._refused: set[int] = set()
+        self._held: aio.Weights | None = None
+
+    async def step(self, found: ModelView | None, known: Sequence[int]) -> None:
+        """Serve a version, if one is lacking. Raises what reads and publishes raise."""
+        wanted = to_serve(found, [each for each in known if each not in self._refused], self._options.site)
+        if wanted is None:
+            return
+        version, publishes = wanted
+        try:
+            await self.close()
+            archived, memory = await asyncio.to_thread(self._read, version)
+            self._on_change(f"version {version} is verified, and served from {self._store.url}")
+            if publishes:
+                checkpoint = files.Checkpoint(archived.files, None)
+                await files.serve(
+                    *(self._model, checkpoint, memory.registration, archived.metadata, self._options),
+                    version=version,
+                    replica=self._replica,
+                )
+                self._on_change(f"version {version} is held by another replica")
+            else:
+                self._held = await aio.join(self._model, self._replica, 0, 1, True, self._options)
+                await self._held.take(memory.registration)
+                await self._held.replicate(version)
+        except (CorruptTransfer, VersionConflict):
+            self._refused.add(version)
+            raise
+
+    def _read(self, version: int) -> tuple[Archived, _Memory]:
+        """A version out of the store, verified."""
+        archived = self._store.manifest(version)
+        try:
+            layout, what = decode_layout(archived.layout), f"version {version} of {self._model}"
+            memory = _allocated(layout, archived.has_boxes, what, may_have=True)
+            self._store.read(archived, memory)
+        except (UsageError, KeyError) as error:
+            raise CorruptTransfer(f"{self._store.url}/{self._store.name(version, MANIFEST)}: {error}") from error
+        return archived, memory
+
+    async def close(self) -> None:
+        """Hold nothing any more."""
+        held, self._held = self._held, None
+        if held is not None:
+            await held.close(timeout=files.LEAVE_S)

@@ -351,7 +351,8 @@ async def push(
     """
     checkpoint, registration = await asyncio.to_thread(mapped, path)
     options = {"version": version, "replica": replica, "until_held": until_held, "on_change": on_change}
-    return await serve(model, checkpoint, registration, packed(checkpoint), **options, **where)  # type: ignore[arg-type]
+    where_options = options_for_files(**where)
+    return await serve(model, checkpoint, registration, packed(checkpoint), where_options, **options)  # type: ignore[arg-type]
 
 
 async def serve(
@@ -359,15 +360,14 @@ async def serve(
     checkpoint: Checkpoint,
     registration: Registration,
     metadata: dict[str, Json],
+    options: Options,
     *,
     version: int | None,
     replica: str,
     until_held: int | None = 1,
     on_change: Callable[[Pushed], None] = lambda _: None,
-    **where: Unpack[LoadArguments],
 ) -> Pushed:
     """Publish memory as `push` does."""
-    options = options_for_files(**where)
     view = aio.View(options, loop_thread())
     weights = await aio.join(model, replica, 0, 1, True, options)
     try:
@@ -454,9 +454,6 @@ class Pulled(NamedTuple):
     paths: tuple[Path, ...]
     size_bytes: int
     received_bytes: int
-    layout: Layout  # of the memory that was filled
-    manifest: Known
-    metadata: dict[str, Json]
 
 
 async def pull(
@@ -476,7 +473,7 @@ async def pull(
     fit into no file, and what `replicate` raises.
     """
     is_file = path.suffix == SUFFIX
-    wanted = _Wanted(check_name(model, "model"), spec, max_shard_bytes, options_for_files(**where), on_progress)
+    wanted = Wanted(check_name(model, "model"), spec, max_shard_bytes, options_for_files(**where), on_progress)
     part = path.with_name(path.name + PART)
     with _locked(path, part, is_file=is_file):
         deadline, has_begun = time.monotonic() + timeout, False
@@ -484,7 +481,7 @@ async def pull(
             try:
                 target = await loop_thread().run_here(_target(wanted, part, deadline, is_file=is_file))
                 has_begun = True
-                received_bytes, manifest = await loop_thread().run_here(_fill(wanted, target, deadline))
+                received_bytes, _ = await loop_thread().run_here(fill(wanted, target, deadline))
                 break
             except (VersionUnavailable, SourceLost):
                 if not has_begun or time.monotonic() + AGAIN_S >= deadline:
@@ -492,11 +489,12 @@ async def pull(
                 await asyncio.sleep(AGAIN_S)
         await asyncio.to_thread(_finish, target.checkpoint, part, path, is_file)
     names = (path,) if is_file else tuple(path / file.name for file in target.checkpoint.files)
-    size_bytes, layout = target.checkpoint.size_bytes, target.registration.layout
-    return Pulled(target.version, names, size_bytes, received_bytes, layout, manifest, target.metadata)
+    return Pulled(target.version, names, target.checkpoint.size_bytes, received_bytes)
 
 
-class _Wanted(NamedTuple):
+class Wanted(NamedTuple):
+    """What a pull was asked for."""
+
     model: str
     spec: Spec
     max_shard_bytes: int | None
@@ -504,14 +502,15 @@ class _Wanted(NamedTuple):
     on_progress: Callable[[int, float, int], None]
 
 
-class _Target(NamedTuple):
+class Target(NamedTuple):
+    """A version, its files, and the memory that is filled."""
+
     version: int
     checkpoint: Checkpoint
     registration: Registration
-    metadata: dict[str, Json]
 
 
-async def _target(wanted: _Wanted, part: Path, deadline: float, *, is_file: bool) -> _Target:
+async def _target(wanted: Wanted, part: Path, deadline: float, *, is_file: bool) -> Target:
     """The files for that version, mapped. In the worker loop."""
     options, model = wanted.options, wanted.model
     laid = await layouts_of(options, model, wanted.spec, deadline)
@@ -522,7 +521,7 @@ async def _target(wanted: _Wanted, part: Path, deadline: float, *, is_file: bool
     metadata = await metadata_of(options, model, laid.version, deadline)
     checkpoint, aliases = files_for(layout, metadata, wanted.max_shard_bytes, is_file=is_file)
 
-    def prepare() -> _Target:
+    def prepare() -> Target:
         paths = [part] if is_file else [part / file.name for file in checkpoint.files]
         may_have = _make_files(checkpoint, paths)
         memory = placed(checkpoint, paths, is_writable=True)
@@ -532,7 +531,7 @@ async def _target(wanted: _Wanted, part: Path, deadline: float, *, is_file: bool
             raise UsageError(
                 f"tensors of {model} share memory in a way that files cannot", hint="publish with boxes={}"
             )
-        return _Target(laid.version, checkpoint, found, metadata)
+        return Target(laid.version, checkpoint, found)
 
     return await in_thread(prepare, name="files")
 
@@ -611,7 +610,7 @@ def _make_files(checkpoint: Checkpoint, paths: Sequence[Path]) -> bool:
     return was_there
 
 
-async def _fill(wanted: _Wanted, target: _Target, deadline: float) -> tuple[int, Known]:
+async def fill(wanted: Wanted, target: Target, deadline: float) -> tuple[int, Known]:
     """Read all that is missing. Returns how many bytes came, and the manifest. In the worker loop."""
     name, options = f"pull-{uuid4().hex[:12]}", wanted.options
     client = await open_client(wanted.model, name, 0, 1, False, options, deadline, is_passing=True)
@@ -628,7 +627,7 @@ async def _fill(wanted: _Wanted, target: _Target, deadline: float) -> tuple[int,
         await client.close(min(deadline, time.monotonic() + LEAVE_S))
 
 
-async def _watch(client: Client, wanted: _Wanted, target: _Target) -> None:
+async def _watch(client: Client, wanted: Wanted, target: Target) -> None:
     while True:
         found = client.progress
         if found is not None and found.total_bytes:

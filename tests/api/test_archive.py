@@ -1,8 +1,11 @@
 """Replicas without a GPU: `hold` keeps versions in host memory, `archive` in an object store."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+import multiprocessing
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import numpy as np
@@ -29,8 +32,8 @@ async def running(work: Coroutine[object, object, None]) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def trainer(server: ServerThread, tensors: dict[str, np.ndarray]) -> AsyncIterator[aio.Weights]:
-    weights = await aio.open("policy", replica="trainer", server=server.address)
+async def trainer(server: ServerThread, tensors: dict[str, np.ndarray], site: str = "") -> AsyncIterator[aio.Weights]:
+    weights = await aio.open("policy", replica="trainer", server=server.address, site=site)
     async with weights:
         await weights.register(tensors, boxes={})
         yield weights
@@ -111,3 +114,153 @@ def test_everything_dies_and_the_newest_archived_version_comes_back(tmp_path: Pa
     assert [text for text in said if f"{path.name} is not what was archived: tensor" in text]
     (tmp_path / "store/policy/000000000003/manifest").unlink()
     assert store.versions() == [5], "without a manifest it is no version"
+
+
+def archive_half(url: str, address: str, is_begun: Event) -> None:
+    """An archive that stands still within its first object."""
+
+    def parts(pieces: list[memoryview]) -> Iterator[memoryview]:
+        yield memoryview(bytes(archive.PART_BYTES))
+        is_begun.set()
+        threading.Event().wait()
+
+    archive._parts = parts
+    asyncio.run(archive.archive("policy", url, server=address))
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[str]:
+    """The URL of a bucket in moto's server."""
+    moto = pytest.importorskip("moto.server")
+    boto3 = pytest.importorskip("boto3")
+    server = moto.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    variables = {
+        "AWS_ACCESS_KEY_ID": "any",
+        "AWS_SECRET_ACCESS_KEY": "any",
+        "AWS_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ALLOW_HTTP": "true",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        boto3.client("s3", region_name="us-east-1").create_bucket(Bucket="weights")
+        yield "s3://weights"
+    server.stop()
+
+
+def test_a_version_that_was_killed_in_the_middle_is_none_and_the_next_one_comes_back(bucket: str) -> None:
+    """All workers and the server die, too. What the killed archive has left is removed."""
+    url, said = f"{bucket}/killed", list[str]()
+    store = archive.Store(url, "policy")
+
+    async def go(server: ServerThread) -> None:
+        tensors = values(4)
+        async with trainer(server, tensors) as weights:
+            await weights.publish(4)
+            context = multiprocessing.get_context("spawn")
+            is_begun = context.Event()
+            child = context.Process(target=archive_half, args=(url, server.address, is_begun))
+            child.start()
+            assert await asyncio.to_thread(is_begun.wait, WAIT_S)
+            child.kill()
+            await asyncio.to_thread(child.join)
+            assert store.versions() == []
+            store._obstore.put(store._store, store.name(4, "model.safetensors"), b"half")
+            assert store.versions() == []
+            async with weights.mutating(version=5, timeout=WAIT_S):
+                for name, each in values(5).items():
+                    tensors[name][:] = each
+            async with running(archive.archive("policy", url, server=server.address, on_change=said.append)):
+                await until(lambda: f"version 5 is in {url}" in said and 4 not in store._folders())
+
+    async def restore(server: ServerThread) -> None:
+        async with running(archive.archive("policy", url, server=server.address, serves=True)):
+            await until(lambda: bool(tensorhub.connect(server.address).versions("policy")))
+            await read(server, 5)
+
+    with tensorhub.serve() as server:
+        asyncio.run(go(server))
+    with tensorhub.serve() as server:
+        asyncio.run(restore(server))
+
+
+def test_a_version_that_lacks_an_object_is_refused_by_name(tmp_path: Path) -> None:
+    url, said = f"file://{tmp_path}/store", list[str]()
+    store = archive.Store(url, "policy")
+
+    async def go(server: ServerThread) -> None:
+        async with trainer(server, values(1)) as weights:
+            await weights.publish(1)
+            async with running(archive.archive("policy", url, server=server.address)):
+                await until(lambda: store.versions() == [1])
+        next((tmp_path / "store/policy/000000000001").glob("*.safetensors")).unlink()
+        async with running(archive.archive("policy", url, server=server.address, serves=True, on_change=said.append)):
+            await until(lambda: bool(said))
+
+    with tensorhub.serve() as server:
+        asyncio.run(go(server))
+    assert said[0] == f"{url}/policy/000000000001/model.safetensors is missing"
+
+
+def test_a_site_reads_from_the_store_what_another_site_has_published(tmp_path: Path) -> None:
+    """No weights come from the other site. Two versions follow each other."""
+    url = f"file://{tmp_path}/store"
+
+    def site_bytes(server: ServerThread) -> int:
+        return sum(sum(each.cross_site_bytes.values()) for each in tensorhub.connect(server.address).versions("policy"))
+
+    async def publish(weights: aio.Weights, tensors: dict[str, np.ndarray], version: int) -> None:
+        async with weights.mutating(version=version, timeout=WAIT_S):
+            for name, each in values(version).items():
+                tensors[name][:] = each
+
+    def holders(server: ServerThread, version: int) -> list[str]:
+        there = tensorhub.connect(server.address).versions("policy")
+        return [name for each in there if each.version == version for name in each.holders]
+
+    async def go(server: ServerThread) -> None:
+        tensors, where = values(0), {"server": server.address}
+        near = archive.archive("policy", url, every=0, serves=True, replica="archive-eu", site="eu", **where)
+        async with (
+            trainer(server, tensors, "us") as weights,
+            running(archive.archive("policy", url, every=1, site="us", **where)),
+            running(near),
+        ):
+            for version in (1, 2):
+                await publish(weights, tensors, version)
+                await until(lambda version=version: "archive-eu" in holders(server, version))
+                found = await aio.load(f"policy@{version}", site="eu", timeout=WAIT_S, **where)
+                assert all(np.array_equal(np.asarray(found[name]), each) for name, each in values(version).items())
+            assert site_bytes(server) == 0
+
+    with tensorhub.serve() as server:
+        asyncio.run(go(server))
+
+
+def test_a_region_with_its_own_server_gets_each_archived_version(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store"
+
+    async def go(server: ServerThread, region: ServerThread) -> None:
+        tensors = values(0)
+        there = archive.archive("policy", url, every=0, serves=True, server=region.address)
+        rollout = await aio.open("policy", replica="rollout", server=region.address)
+        async with (
+            rollout,
+            trainer(server, tensors) as weights,
+            running(archive.archive("policy", url, every=1, server=server.address)),
+            running(there),
+        ):
+            mine = values(0)
+            await rollout.register(mine, boxes={})
+            for version in (1, 2):
+                async with weights.mutating(version=version, timeout=WAIT_S):
+                    for name, each in values(version).items():
+                        tensors[name][:] = each
+                assert await rollout.replicate(version, wait=True, timeout=WAIT_S) == version
+                assert all(np.array_equal(mine[name], each) for name, each in values(version).items())
+
+    with tensorhub.serve() as server, tensorhub.serve() as region:
+        asyncio.run(go(server, region))

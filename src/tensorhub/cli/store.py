@@ -237,14 +237,11 @@ def hold(
 def archive(
     model: ModelArgument,
     to: Annotated[str, typer.Option(help="Where: file://, s3://, gs:// or az://.", show_default=False)],
-    every: Annotated[int, typer.Option(help="Archive a version so many above the last one.", min=1)] = 10,
+    every: Annotated[int, typer.Option(help="Archive a version so many above the last one; 0: none.", min=0)] = 10,
     keep: Annotated[int, typer.Option(help="How many archived versions are kept.", min=1)] = 5,
     serves: Annotated[
-        bool, typer.Option("--serve", metavar=NO_TYPE, help="Give the newest back when no worker holds a version.")
+        bool, typer.Option("--serve", metavar=NO_TYPE, help="Give versions back where they are lacking.")
     ] = False,
-    staging: Annotated[
-        Path | None, typer.Option(help="A directory with room for one version.", exists=True, show_default="$TMPDIR")
-    ] = None,
     replica: Annotated[str, typer.Option(help="The name by which other workers see it.")] = "archive",
     server: ServerOption = DEFAULT_SERVER,
     token_file: TokenFileOption = "",
@@ -252,7 +249,7 @@ def archive(
     """Write versions to an object store, until Ctrl-C or SIGTERM; with --serve also give them back."""
     from .. import archive as keeping
 
-    options = {"every": every, "keep": keep, "serves": serves, "staging": staging, "replica": replica}
+    options = {"every": every, "keep": keep, "serves": serves, "replica": replica}
     _until_told(keeping.archive(model, to, on_change=say, **options, **_where(server, token_file)))  # type: ignore[arg-type]
 
 
