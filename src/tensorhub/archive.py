@@ -3,7 +3,8 @@
 Rules:
 1. `hold` has one buffer more than it keeps versions, so that a new version is whole before an old one goes.
 2. An archived version is its safetensors files and, written last, the object `manifest`. Without that object it is no
-   version. It has the layout, and a digest of each chunk as the publisher made them.
+   version. It begins with the SHA-256 of the rest, which has the version's number, its layout, and a digest of each
+   chunk as the publisher made them.
 3. What is read back is compared with those digests before it is published. What differs is refused, and the object is
    named.
 4. A version goes between worker and store through host memory of its size, and parts of `PART_BYTES`. No disk is used.
@@ -11,6 +12,7 @@ Rules:
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -141,6 +143,8 @@ def _allocated(layout: Layout, has_boxes: bool, what: str, *, may_have: bool = F
 # --- Archive: an object store keeps versions, and gives them back.
 
 MANIFEST = "manifest"
+SHA256_BYTES = 32
+OLDER = "an older version may be whole"
 PART_BYTES = 16 << 20  # of an upload: a store takes 10,000 of them, so 160 GB in one file
 AT_ONCE = 4  # parts of one upload
 READ_S = 3600.0  # for a version from other workers
@@ -198,20 +202,28 @@ class Store:
         return found
 
     def manifest(self, version: int) -> Archived:
-        """Raises `CorruptTransfer` for one that is malformed."""
+        """Raises `CorruptTransfer` for one that is malformed, was changed, or is of another version."""
         name = self.name(version, MANIFEST)
         data = bytes(self._obstore.get(self._store, name).bytes())
+        digest, encoded = data[:SHA256_BYTES], data[SHA256_BYTES:]
+        if hashlib.sha256(encoded).digest() != digest:
+            raise CorruptTransfer(f"{self.url}/{name} is not what was archived: its SHA-256 differs", hint=OLDER)
         try:
-            return msgspec.msgpack.decode(data, type=Archived)
-        except msgspec.MsgspecError as error:
-            raise CorruptTransfer(f"{self.url}/{name} is no manifest: {error}") from error
+            archived = msgspec.msgpack.decode(encoded, type=Archived)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise CorruptTransfer(f"{self.url}/{name} is no manifest: {error}", hint=OLDER) from error
+        if archived.version != version:
+            raise CorruptTransfer(f"{self.url}/{name} is the manifest of version {archived.version}", hint=OLDER)
+        return archived
 
     def write(self, archived: Archived, memory: _Memory) -> None:
         """Files first, the manifest last."""
         for file in archived.files:
             name, parts = self.name(archived.version, file.name), _parts([file.header, *_tensors(file, memory)])
             self._obstore.put(self._store, name, parts, chunk_size=PART_BYTES, max_concurrency=AT_ONCE)
-        self._obstore.put(self._store, self.name(archived.version, MANIFEST), msgspec.msgpack.encode(archived))
+        encoded = msgspec.msgpack.encode(archived)
+        digest = hashlib.sha256(encoded).digest()
+        self._obstore.put(self._store, self.name(archived.version, MANIFEST), digest + encoded)
 
     def read(self, archived: Archived, memory: _Memory) -> None:
         """Fill the memory of a version, and compare it. Raises `CorruptTransfer` naming the object that is wrong."""
@@ -248,9 +260,6 @@ class Store:
         prefix = self.name(version, "")
         names = [each["path"] for batch in self._obstore.list(self._store, prefix=prefix) for each in batch]
         self._obstore.delete(self._store, names)
-
-
-OLDER = "an older version may be whole"
 
 
 def _tensors(file: files.File, memory: _Memory) -> list[memoryview]:

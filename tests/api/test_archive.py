@@ -187,22 +187,45 @@ def test_a_version_that_was_killed_in_the_middle_is_none_and_the_next_one_comes_
         asyncio.run(restore(server))
 
 
-def test_a_version_that_lacks_an_object_is_refused_by_name(tmp_path: Path) -> None:
+def remove_file(store: Path) -> None:
+    (store / "000000000001/model.safetensors").unlink()
+
+
+def change_manifest(store: Path) -> None:
+    """One byte of what the publisher said of its version."""
+    path = store / "000000000001/manifest"
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"first steps", b"first step!", 1))
+
+
+def move_version(store: Path) -> None:
+    (store / "000000000001").rename(store / "000000000020")
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (remove_file, "000000000001/model.safetensors is missing"),
+        (change_manifest, "000000000001/manifest is not what was archived: its SHA-256 differs"),
+        (move_version, "000000000020/manifest is the manifest of version 1"),
+    ],
+)
+def test_a_damaged_version_is_refused_by_name(tmp_path: Path, damage: Callable[[Path], None], expected: str) -> None:
     url, said = f"file://{tmp_path}/store", list[str]()
     store = archive.Store(url, "policy")
 
     async def go(server: ServerThread) -> None:
         async with trainer(server, values(1)) as weights:
-            await weights.publish(1)
+            await weights.publish(1, metadata={"note": "first steps"})
             async with running(archive.archive("policy", url, server=server.address)):
                 await until(lambda: store.versions() == [1])
-        next((tmp_path / "store/policy/000000000001").glob("*.safetensors")).unlink()
+        damage(tmp_path / "store/policy")
         async with running(archive.archive("policy", url, server=server.address, serves=True, on_change=said.append)):
             await until(lambda: bool(said))
 
     with tensorhub.serve() as server:
         asyncio.run(go(server))
-    assert said[0] == f"{url}/policy/000000000001/model.safetensors is missing"
+    assert said[0] == f"{url}/policy/{expected}"
 
 
 def test_a_site_reads_from_the_store_what_another_site_has_published(tmp_path: Path) -> None:
