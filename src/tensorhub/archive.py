@@ -26,7 +26,15 @@ from .memory.describe import Described
 from .memory.host_memory import Footing, untouched
 from .memory.registration import Registration, register_memory
 from .memory.streams import host_view
-from .protocol.errors import CorruptTransfer, SourceLost, Unavailable, UsageError, VersionConflict, VersionUnavailable
+from .protocol.errors import (
+    CorruptTransfer,
+    SourceLost,
+    TensorHubError,
+    Unavailable,
+    UsageError,
+    VersionConflict,
+    VersionUnavailable,
+)
 from .protocol.manifest import Layout, Manifest, decode_layout
 from .protocol.names import Digest
 from .protocol.status import ModelView
@@ -148,6 +156,7 @@ OLDER = "an older version may be whole"
 PART_BYTES = 16 << 20  # of an upload: a store takes 10,000 of them, so 160 GB in one file
 AT_ONCE = 4  # parts of one upload
 READ_S = 3600.0  # for a version from other workers
+ALONE_S = 300.0  # without any worker of a model, until numbers that were lost are forgotten
 
 
 class Archived(msgspec.Struct, frozen=True):
@@ -171,7 +180,10 @@ class Store:
             from obstore.exceptions import BaseError
             from obstore.store import LocalStore, from_url
         except ModuleNotFoundError as error:
-            raise UsageError("the package obstore is not installed", hint="pip install 'tensorhub[archive]'") from error
+            raise UsageError(
+                "the package obstore is not installed",
+                hint="pip install 'tensorhub[archive]', or '.[archive]' in a clone",
+            ) from error
         self._obstore, self.url, self._model = obstore, url, model
         self.errors = (BaseError, OSError)  # an object that is missing is a FileNotFoundError
         parts = urlsplit(url)
@@ -295,6 +307,7 @@ async def archive(
     every: int = 10,
     keep: int = 5,
     serves: bool = False,
+    alone_s: float = ALONE_S,
     replica: str = "archive",
     on_change: Callable[[str], None] = lambda text: None,
     **where: Unpack[LoadArguments],
@@ -302,11 +315,12 @@ async def archive(
     """Write each `every`-th version to an object store, and keep the newest `keep` there, until it is cancelled.
 
     The first is the newest version that there is, the next one is at least `every` higher; 0: none is written. `serves`
-    reads versions back, as `to_serve` says. Raises `UsageError`, and what `open` raises.
+    reads versions back, as `to_serve` says; after `alone_s` without any holder it forgets higher numbers that are lost.
+    Raises `UsageError`, and what `open` raises.
     """
     options = files.options_for_files(**where)
     view, store = aio.View(options, loop_thread()), await asyncio.to_thread(Store, url, model)
-    serving = _Serving(model, store, replica, options, on_change)
+    serving = _Serving(model, store, replica, options, on_change, alone_s)
     known = await asyncio.to_thread(store.versions)
     last = known[0] if known else None
     try:
@@ -324,8 +338,8 @@ async def archive(
                 elif serves:
                     await serving.step(found, await asyncio.to_thread(store.versions))
             except (CorruptTransfer, VersionConflict, Unavailable, SourceLost, *store.errors) as error:
-                _log.error("%s: %s", model, error)
-                on_change(str(error))
+                hint = f" ({error.hint})" if isinstance(error, TensorHubError) and error.hint else ""
+                _log.error("%s: %s%s", model, error, hint)
             await asyncio.sleep(LOOK_S)
     finally:
         await serving.close()
@@ -345,8 +359,16 @@ async def _write(store: Store, view: aio.View, model: str, version: int, options
     await asyncio.to_thread(store.write, Archived(*facts, checkpoint.files), memory)
 
 
-def to_serve(found: ModelView | None, known: Sequence[int], site: str) -> tuple[int, bool] | None:
-    """Which archived version an archive reads back, and whether it publishes it. `known`: newest first.
+class ToServe(NamedTuple):
+    """An archived version that is lacking."""
+
+    version: int
+    publishes: bool  # else it is held beside those that have it
+    forgets: bool = False  # the server knows that number, or a higher one, of versions that are lost
+
+
+def to_serve(found: ModelView | None, known: Sequence[int], site: str) -> ToServe | None:
+    """Which archived version an archive reads back, and how. `known`: newest first.
 
     It publishes the newest one while no trainer is here, and either no worker holds any version, or the server has
     never had so high a number: a region has its own server. Else it holds the newest one that other sites hold, if its
@@ -355,55 +377,94 @@ def to_serve(found: ModelView | None, known: Sequence[int], site: str) -> tuple[
     if not known:
         return None
     if found is None:
-        return known[0], True
+        return ToServe(known[0], True)
     workers = [each for replica in found.replicas for each in replica.workers]
     there = [each for each in found.versions if each.holders or each.host_copies]
     if not there or found.newest is None or known[0] > found.newest:
-        return None if any(each.is_writer for each in workers) else (known[0], True)
+        forgets = found.newest is not None and known[0] <= found.newest
+        return None if any(each.is_writer for each in workers) else ToServe(known[0], True, forgets)
     mine = [each for each in workers if each.site == site]
     here = [each.version for each in mine if each.version is not None and each.state == "holding"]
     newest = max([*here, *(copy for each in mine for copy in each.copies)], default=-1)
     whole = [each.version for each in there if each.is_complete]
     lacked = next((version for version in known if version in whole and version > newest), None)
-    return (lacked, False) if site and lacked is not None else None
+    return ToServe(lacked, False) if site and lacked is not None else None
 
 
 class _Serving:
     """What an archive has read back: in a site that lacks it, it holds the version until there is a newer one."""
 
     def __init__(
-        self, model: str, store: Store, replica: str, options: Options, on_change: Callable[[str], None]
+        self,
+        model: str,
+        store: Store,
+        replica: str,
+        options: Options,
+        on_change: Callable[[str], None],
+        alone_s: float,
     ) -> None:
         self._model, self._store, self._replica, self._options = model, store, replica, options
-        self._on_change = on_change
-        self._refused: set[int] = set()
+        self._on_change, self._alone_s = on_change, alone_s
+        self._alone_since: float | None = None
+        self._corrupt: set[int] = set()
+        self._refused: dict[int, int | None] = {}  # by the server, while that was the newest number
         self._held: aio.Weights | None = None
 
     async def step(self, found: ModelView | None, known: Sequence[int]) -> None:
         """Serve a version, if one is lacking. Raises what reads and publishes raise."""
-        wanted = to_serve(found, [each for each in known if each not in self._refused], self._options.site)
-        if wanted is None:
+        wanted = to_serve(found, [each for each in known if each not in self._corrupt], self._options.site)
+        newest = found.newest if found is not None else None
+        if wanted is None or not self._may_begin(wanted, newest):
             return
-        version, publishes = wanted
+        version = wanted.version
         try:
             await self.close()
             archived, memory = await asyncio.to_thread(self._read, version)
-            self._on_change(f"version {version} is verified, and served from {self._store.url}")
-            if publishes:
-                checkpoint = files.Checkpoint(archived.files, None)
-                await files.serve(
-                    *(self._model, checkpoint, memory.registration, archived.metadata, self._options),
-                    version=version,
-                    replica=self._replica,
-                )
-                self._on_change(f"version {version} is held by another replica")
+            self._on_change(f"version {version} of {self._store.url} is verified")
+            if wanted.publishes:
+                await self._publish(wanted, archived, memory)
             else:
                 self._held = await aio.join(self._model, self._replica, 0, 1, True, self._options)
                 await self._held.take(memory.registration)
                 await self._held.replicate(version)
-        except (CorruptTransfer, VersionConflict):
-            self._refused.add(version)
+                self._on_change(f"version {version} is served")
+        except CorruptTransfer:
+            self._corrupt.add(version)
             raise
+        except VersionConflict:
+            self._refused[version] = newest
+            raise
+
+    def _may_begin(self, wanted: ToServe, newest: int | None) -> bool:
+        """The server did not refuse the same before. Numbers are forgotten only after some time without a holder."""
+        if not wanted.forgets:
+            self._alone_since = None
+            return self._refused.get(wanted.version, -1) != newest
+        if self._alone_since is None:
+            self._alone_since = time.monotonic()
+            text = f"no worker holds a version of {self._model}: archived version {wanted.version} is served in"
+            self._on_change(f"{text} {self._alone_s:g} s, or at once after `tensorhub rm {self._model}`")
+        return time.monotonic() >= self._alone_since + self._alone_s
+
+    async def _publish(self, wanted: ToServe, archived: Archived, memory: _Memory) -> None:
+        """Publish the version, until another replica holds it."""
+        if wanted.forgets:
+            await aio.View(self._options, loop_thread()).begin_anew(self._model)
+        told = list[str]()
+
+        def tell(_: files.Pushed) -> None:
+            if not told:
+                told.append(f"version {wanted.version} is served")
+                self._on_change(told[0])
+
+        await files.serve(
+            *(self._model, files.Checkpoint(archived.files, None), memory.registration),
+            *(archived.metadata, self._options),
+            version=wanted.version,
+            replica=self._replica,
+            on_change=tell,
+        )
+        self._on_change(f"version {wanted.version} is held by another replica")
 
     def _read(self, version: int) -> tuple[Archived, _Memory]:
         """A version out of the store, verified."""

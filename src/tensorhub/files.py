@@ -663,6 +663,15 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def _remove_empty(part: Path) -> None:
+    """What a pull leaves that has written nothing."""
+    with contextlib.suppress(OSError):
+        if part.is_dir():
+            part.rmdir()
+        elif not part.stat().st_size:
+            part.unlink()
+
+
 @scope
 def _locked(path: Path, part: Path, *, is_file: bool) -> Iterator[None]:
     """PATH is free, and no other pull writes there meanwhile. Raises `UsageError`."""
@@ -684,6 +693,10 @@ def _locked(path: Path, part: Path, *, is_file: bool) -> Iterator[None]:
             is_ours = True
         if not is_ours:
             raise UsageError(f"another pull writes {part}")
-        yield
+        try:
+            yield
+        except BaseException:
+            _remove_empty(part)
+            raise
     finally:
         os.close(descriptor)

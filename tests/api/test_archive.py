@@ -78,8 +78,10 @@ def test_hold_keeps_the_newest_after_the_trainer_has_gone() -> None:
         asyncio.run(go(server))
 
 
-def test_everything_dies_and_the_newest_archived_version_comes_back(tmp_path: Path) -> None:
-    """Also of two when an object of the newest is corrupted: that one is refused, and named."""
+def test_everything_dies_and_the_newest_archived_version_comes_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Though the server's journal has its number, or a higher one. A corrupted one is refused, and named."""
     url, said = f"file://{tmp_path}/store", list[str]()
 
     def archiving(server: ServerThread, **options: int | bool) -> Coroutine[object, object, None]:
@@ -96,22 +98,24 @@ def test_everything_dies_and_the_newest_archived_version_comes_back(tmp_path: Pa
                     await until(lambda version=version: f"version {version} is in {url}" in said)
             await until(lambda: store.versions() == [5, 3])
 
-    async def restore(version: int) -> None:
-        with tensorhub.serve() as server:
-            async with running(archiving(server, every=2, keep=2, serves=True)):
-                await until(lambda: bool(tensorhub.connect(server.address).versions("policy")))
+    async def restore(version: int, *, is_fresh: bool = True) -> None:
+        with tensorhub.serve(fresh=is_fresh, state=journal) as server:
+            async with running(archiving(server, every=2, keep=2, serves=True, alone_s=0.0)):
+                await until(lambda: f"version {version} is served" in said)
                 await read(server, version)
+            said.clear()
 
-    store = archive.Store(url, "policy")
-    with tensorhub.serve() as server:
+    store, journal = archive.Store(url, "policy"), tmp_path / "journal"
+    with tensorhub.serve(state=journal) as server:
         asyncio.run(publish(server))
+    asyncio.run(restore(5, is_fresh=False))
     asyncio.run(restore(5))
     path = next((tmp_path / "store/policy/000000000005").glob("*.safetensors"))
     data = bytearray(path.read_bytes())
     data[-9] ^= 1
     path.write_bytes(data)
-    asyncio.run(restore(3))
-    assert [text for text in said if f"{path.name} is not what was archived: tensor" in text]
+    asyncio.run(restore(3, is_fresh=False))
+    assert f"{path.name} is not what was archived: tensor" in caplog.text
     (tmp_path / "store/policy/000000000003/manifest").unlink()
     assert store.versions() == [5], "without a manifest it is no version"
 
@@ -210,8 +214,10 @@ def move_version(store: Path) -> None:
         (move_version, "000000000020/manifest is the manifest of version 1"),
     ],
 )
-def test_a_damaged_version_is_refused_by_name(tmp_path: Path, damage: Callable[[Path], None], expected: str) -> None:
-    url, said = f"file://{tmp_path}/store", list[str]()
+def test_a_damaged_version_is_refused_by_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None], expected: str
+) -> None:
+    url = f"file://{tmp_path}/store"
     store = archive.Store(url, "policy")
 
     async def go(server: ServerThread) -> None:
@@ -220,12 +226,13 @@ def test_a_damaged_version_is_refused_by_name(tmp_path: Path, damage: Callable[[
             async with running(archive.archive("policy", url, server=server.address)):
                 await until(lambda: store.versions() == [1])
         damage(tmp_path / "store/policy")
-        async with running(archive.archive("policy", url, server=server.address, serves=True, on_change=said.append)):
-            await until(lambda: bool(said))
+        options: dict[str, object] = {"server": server.address, "serves": True, "alone_s": 0.0}
+        async with running(archive.archive("policy", url, **options)):  # type: ignore[arg-type]
+            await until(lambda: bool(caplog.records))
 
     with tensorhub.serve() as server:
         asyncio.run(go(server))
-    assert said[0] == f"{url}/policy/{expected}"
+    assert f"{url}/policy/{expected}" in caplog.text
 
 
 def test_a_site_reads_from_the_store_what_another_site_has_published(tmp_path: Path) -> None:

@@ -259,3 +259,10 @@ def test_a_push_that_is_killed_under_a_reader_goes_on_under_its_number(tmp_path:
         assert "policy version 0" in ended(pulling)
         assert "policy version 0" in ended(again)
     assert bytes_in(tmp_path / "here") == bytes_in(tmp_path / "there")
+
+
+@pytest.mark.parametrize("name", ["here", "here.safetensors"])
+def test_a_pull_of_what_is_not_there_leaves_nothing(tmp_path: Path, server: ServerThread, name: str) -> None:
+    with pytest.raises(tensorhub.VersionUnavailable, match="policy"):
+        asyncio.run(files.pull("policy", tmp_path / name, 3, server=server.address, timeout=WAIT_S))
+    assert list(tmp_path.iterdir()) == []

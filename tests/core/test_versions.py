@@ -133,6 +133,13 @@ def test_a_loss_is_said_once_and_only_of_what_was_not_replaced() -> None:
     assert found.news_of_losses() == ([], [])
 
 
+def test_after_a_restart_only_the_newest_version_is_told_as_lost() -> None:
+    found = model()
+    for number in (1, 2, 3):
+        found.note_exists(found.record(Version(number)))
+    assert found.news_of_losses() == ([3], [])
+
+
 def test_whoever_waits_gets_that_version_or_a_newer_one() -> None:
     found = model()
     assert found.reached("latest") is None

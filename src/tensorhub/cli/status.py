@@ -370,7 +370,7 @@ def _version(version: VersionView, lag: Lag, away: dict[str, _Away], pinned_by: 
         text.append(f"; {size_text(size_bytes)} came into {site or 'no site'} from other sites", style=plain)
     if version.is_lost:
         text.append("; lost", style="not bold red")
-    if version.is_retained and not version.is_latest:
+    elif version.is_retained and not version.is_latest:
         text.append("; kept", style=plain)
     if pinned_by:
         text.append(f"; pinned by {_names(pinned_by)}", style=plain)

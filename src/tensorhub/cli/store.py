@@ -242,6 +242,12 @@ def archive(
     serves: Annotated[
         bool, typer.Option("--serve", metavar=NO_TYPE, help="Give versions back where they are lacking.")
     ] = False,
+    alone: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS", help="Without any holder of a version: until lost higher numbers are forgotten.", min=0
+        ),
+    ] = 300.0,
     replica: Annotated[str, typer.Option(help="The name by which other workers see it.")] = "archive",
     server: ServerOption = DEFAULT_SERVER,
     token_file: TokenFileOption = "",
@@ -249,7 +255,7 @@ def archive(
     """Write versions to an object store, until Ctrl-C or SIGTERM; with --serve also give them back."""
     from .. import archive as keeping
 
-    options = {"every": every, "keep": keep, "serves": serves, "replica": replica}
+    options = {"every": every, "keep": keep, "serves": serves, "alone_s": alone, "replica": replica}
     _until_told(keeping.archive(model, to, on_change=say, **options, **_where(server, token_file)))  # type: ignore[arg-type]
 
 

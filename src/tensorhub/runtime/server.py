@@ -253,6 +253,9 @@ class Intake:
 
 
 ASK_AGAIN_S = 0.5  # a megabyte takes 0.1 s on a link of 100 Mbit/s
+WANTS_TOKEN = """this server has another token than the one shown, or wants one and none was shown
+hint: the header is "Authorization: Bearer TOKEN"; the token is in the file `token` of the server's state directory
+"""
 MAX_ASK_AGAIN_S = 8.0  # it doubles up to here: 16 MiB across a slow link take long, and from all workers longer
 
 
@@ -714,7 +717,7 @@ class ServerShell:
     def _authorise(self, request: web.Request) -> None:
         if not self._is_known(request):
             self.record.add(REFUSALS, 1)
-            raise web.HTTPUnauthorized(text="this server wants a token\n", headers={"WWW-Authenticate": "Bearer"})
+            raise web.HTTPUnauthorized(text=WANTS_TOKEN, headers={"WWW-Authenticate": "Bearer"})
 
     # --- its life -----------------------------------------------------------------------------------------------------
 

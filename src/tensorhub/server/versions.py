@@ -300,6 +300,8 @@ class Model:
         back: list[Version] = []
         former = self.noted.available if self.noted is not None else ()
         newest = max([*former[:1], *self.lost], default=-1)  # what newer ones have replaced may go without a word
+        if self.noted is None and self.newest is not None:
+            newest = max(newest, self.newest - 1)  # a server before this one may have told of the others
         for version in self.changed:
             record = self.versions.get(version)
             if record is not None and self.is_lost(record):
