@@ -1,21 +1,25 @@
 """Which source a reader gets, when it gets another one, and when its call gives up."""
 
+from random import Random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorhub.protocol.messages import (
     CallReport,
+    Empty,
     Filling,
     Holding,
     Orders,
+    Reading,
     Report,
     TicketFailure,
 )
 from tensorhub.protocol.names import Digest, Ticket, Version, WorkerId
 from tensorhub.protocol.settings import Settings
-from tensorhub.server import Server, reads
-from tensorhub.server.members import Member
+from tensorhub.server import Server, reads, sources
+from tensorhub.server.members import Avoided, Member
 from tensorhub.server.selection import Candidate, choose_source
 from tensorhub.server.state import State
 
@@ -129,6 +133,52 @@ def test_a_grant_says_whether_it_leads_to_another_site() -> None:
         grant = reads_from(Town(), site).grant
         assert grant is not None
         assert grant.source.is_cross_site is is_cross_site
+
+
+def drawn_fleet(chance: Random) -> tuple[Town, Member]:
+    """Many holders of a version, some of which fill or serve others, and a reader that has no source yet."""
+    town = Town(default_retain=0)
+    town.joins(TRAINER, site="a", host="h0", buffer=Holding(ONE, ROOT, published=True))
+    others = [worker(f"relay-{number:02}") for number in range(14)]
+    chance.shuffle(others)
+    for each in others:
+        buffer = Holding(ONE, ROOT) if chance.random() < 0.6 else Empty()
+        town.joins(each, site=chance.choice("aab"), host=f"h{chance.randrange(6)}", buffer=buffer)
+    for each in others:
+        if town.told[each]["buffer"] == Empty():
+            town.says(each, buffer=Empty(), call=CallReport(1, "replicate", 1))
+    for each in others:
+        grant = town.orders[each].grant
+        if grant is not None:
+            reading = Reading(grant.ticket, grant.sources, ONE)
+            call, buffer = CallReport(1, "replicate", 1, resolved=ONE), Filling(ONE, chance.randrange(1, 5), 9)
+            town.says(each, buffer=buffer, reading=reading, call=call)
+    town.joins(READER, site="a", host=f"h{chance.randrange(6)}")
+    members = town.server.state.members
+    for each in chance.sample(others, 3):
+        members[each].avoided = Avoided(town.now + 1.0, 1)
+        if chance.random() < 0.5:
+            town.loses_its_line(each)
+    return town, members[READER]
+
+
+def test_of_many_holders_the_idle_ones_have_the_best_source_by_the_whole_rule() -> None:
+    is_filling = is_near = is_far = False
+    for seed in range(10):
+        town, reader = drawn_fleet(Random(seed))
+        state, model = town.server.state, town.server.state.models[READER.model]
+        record = model.versions[ONE]
+        assert len(record.holders[reader.layout_key]) > sources.MAX_ALL
+        found = sources.idle(state, model, record, reader)
+        assert found, f"seed {seed} has no idle source, and so shows nothing"
+        best = choose_source(found, now=state.now)
+        right = choose_source(sources.possible(state, model, record, reader), now=state.now)
+        assert best is not None
+        assert right is not None
+        assert best[0] == right[0], f"seed {seed}: `sources.idle` does not follow `selection._rank`"
+        is_near, is_far = is_near or right[0].is_near, is_far or not right[0].is_near
+        is_filling = is_filling or not right[0].is_full
+    assert (is_near, is_far, is_filling) == (True, True, True), "each of them is drawn"
 
 
 def test_rules_that_contradict_each_other_do_not_go_round_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

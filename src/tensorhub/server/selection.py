@@ -51,6 +51,8 @@ def choose_source(candidates: Iterable[Candidate], *, now: float) -> tuple[Candi
     return None if best is None else (best, _reason(best, len(usable)))
 
 
+# Two other rules follow this order, and have to change with it. `sources.idle` takes of many holders the first idle one
+# that is full, by name. `slow._better` moves a reader to an idle source before it looks at any other.
 def _rank(candidate: Candidate) -> tuple[object, ...]:
     return (
         candidate.is_doubtful,
