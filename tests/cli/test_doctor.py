@@ -139,7 +139,7 @@ def test_a_way_far_below_its_limit_is_named_with_what_to_do(
     child: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     child(MEASURED)
-    monkeypatch.setattr(doctor, "PREFERENCE", ("tcp",))
+    monkeypatch.setattr(doctor, "TRANSPORTS", {"tcp": doctor.TRANSPORTS["tcp"]})
     monkeypatch.setattr(doctor, "_devices", lambda: ["0000:01:00.0"])
     found = doctor.examine(None)
     assert json.loads(found.as_json())["far_below"] == ["host digest", "digest on the device"]
@@ -209,32 +209,32 @@ def test_each_way_of_a_device_moves_all_of_its_bytes() -> None:
 # --- What is taken, and what the machine has.
 
 
-NOTHING, RDMA = (False, "no RDMA device and no GPU is here"), (True, "RDMA (mlx5_0)")
+ALWAYS, NOTHING, RDMA = (True, ""), (False, "no RDMA device and no GPU is here"), (True, "RDMA (mlx5_0)")
 
 
 @pytest.mark.parametrize(
-    ("name", "named", "nixl", "is_taken", "says"),
+    ("name", "named", "default", "is_taken", "says"),
     [
-        ("local", (), NOTHING, True, ""),
+        ("local", (), ALWAYS, True, ""),
         ("nixl", (), NOTHING, False, "no RDMA device and no GPU is here"),
         ("nixl", (), RDMA, True, ""),
         ("nixl", ("nixl", "tcp"), NOTHING, True, ""),
         ("nixl", ("tcp",), RDMA, False, "TENSORHUB_TRANSPORTS=tcp leaves it out"),
-        ("local", ("tcp",), NOTHING, False, "TENSORHUB_TRANSPORTS=tcp leaves it out"),
+        ("local", ("tcp",), ALWAYS, False, "TENSORHUB_TRANSPORTS=tcp leaves it out"),
     ],
 )
 def test_what_works_and_is_not_taken_says_why(
-    name: str, named: tuple[str, ...], nixl: tuple[bool, str], is_taken: bool, says: str
+    name: str, named: tuple[str, ...], default: tuple[bool, str], is_taken: bool, says: str
 ) -> None:
-    found = doctor.with_choice(TransportCheck(name, True, "use", 5), named, nixl)
+    found = doctor.with_choice(TransportCheck(name, True, "use", 5), named, default)
     assert (found.works, found.is_taken) == (True, is_taken)
     assert says in found.reason
     assert bool(found.remedy) == (not is_taken)
     absent = TransportCheck(name, False, "use", reason="absent", remedy="install")
-    missing = doctor.with_choice(absent, named, nixl)
+    missing = doctor.with_choice(absent, named, default)
     assert missing.reason.startswith("absent")
     assert missing.remedy == ("install" if is_taken else ""), "no remedy where none is needed"
-    assert ("mlx5_0" in found.use) == (is_taken and name == "nixl" and nixl[0])
+    assert ("mlx5_0" in found.use) == (is_taken and default == RDMA)
 
 
 def test_it_asks_the_server_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from functools import partial
 import numpy as np
 
 import tensorhub
-from tensorhub.runtime import opening
+from tensorhub.runtime import transports
 from tensorhub.transport import cuda
 from transport import stand_in
 
@@ -158,8 +158,8 @@ def forget():
 def main():
     """Until the input ends."""
     device.install()
-    opening.TcpSettings = partial(
-        opening.TcpSettings, silence_s=SILENCE_S, send_buffer_bytes=1 << 16, receive_buffer_bytes=1 << 16
+    transports.TcpSettings = partial(
+        transports.TcpSettings, silence_s=SILENCE_S, send_buffer_bytes=1 << 16, receive_buffer_bytes=1 << 16
     )
     cuda.CudaSettings = partial(cuda.CudaSettings, silence_s=SILENCE_S, window_bytes=2 * CHUNK_BYTES)
     writing = threading.Lock()

@@ -29,7 +29,7 @@ import numpy as np
 
 import tensorhub
 from tensorhub.memory.registration import register
-from tensorhub.runtime import opening
+from tensorhub.runtime import transports
 
 ENOUGH = 1 << 40
 BUFFER_BYTES = 1 << 20  # of a socket: what a killed source has sent is still read; the kernel may tune one to 32 MiB
@@ -214,8 +214,8 @@ def main():
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s.%(msecs)03d %(levelname)-8s %(message)s")
     descriptor, size = int(sys.argv[1]), int(sys.argv[2])
-    opening.TcpSettings = functools.partial(
-        opening.TcpSettings, send_buffer_bytes=BUFFER_BYTES, receive_buffer_bytes=BUFFER_BYTES
+    transports.TcpSettings = functools.partial(
+        transports.TcpSettings, send_buffer_bytes=BUFFER_BYTES, receive_buffer_bytes=BUFFER_BYTES
     )
     process = WorkerProcess(mmap.mmap(descriptor, size) if size else mmap.mmap(-1, 1))
     writing = threading.Lock()

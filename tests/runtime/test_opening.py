@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 import tensorhub
-from tensorhub.protocol.errors import TransportMissing
-from tensorhub.runtime import opening
+from tensorhub.protocol.errors import TransportMissing, UsageError
+from tensorhub.runtime import opening, transports
 from tensorhub.runtime.config import worker_options
 from tensorhub.runtime.driver import Driver
-from tensorhub.runtime.opening import wanted_transports
+from tensorhub.runtime.transports import TRANSPORTS, Kind, wanted_transports
 from tensorhub.transport.nixl import agent, probe
 from tensorhub.transport.tcp.settings import PORTS
 from tensorhub.worker.events import Received
@@ -29,9 +29,9 @@ def test_by_default_what_wants_hardware_is_taken_only_where_it_is(monkeypatch):
     monkeypatch.setattr(agent, "advantage", lambda: (True, "RDMA"))
     assert wanted_transports(worker_options({})) == ("local", "nixl", "tcp")
     monkeypatch.setattr(agent, "has_gpu", lambda: True)
-    monkeypatch.setattr(opening, "has_kernels", lambda: False)
+    monkeypatch.setattr(transports, "has_kernels", lambda: False)
     assert wanted_transports(worker_options({})) == ("local", "nixl", "tcp")
-    monkeypatch.setattr(opening, "has_kernels", lambda: True)
+    monkeypatch.setattr(transports, "has_kernels", lambda: True)
     assert wanted_transports(worker_options({})) == ("cuda", "local", "nixl", "tcp")
 
 
@@ -80,6 +80,33 @@ def test_a_worker_that_other_hosts_reach_has_a_token_or_says_that_it_is_insecure
             pass
         with tensorhub.open(replica="local", transports="local", **where):
             pass
+
+
+class Everywhere:
+    """A transport of another make than the package's own, which any host reaches."""
+
+    addresses, is_closed = ("127.0.0.1", "0.0.0.0"), False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_any_transport_that_other_hosts_reach_needs_a_token(monkeypatch):
+    new = Everywhere()
+    monkeypatch.setitem(TRANSPORTS, "new", Kind(lambda *_: new, "any two hosts", is_networked=True))
+    with pytest.raises(UsageError, match=r"other hosts could read from this worker, at 127\.0\.0\.1, 0\.0\.0\.0"):
+        opening._listen("127.0.0.1", worker_options({}, transports="local,new"), 1.0)
+    assert new.is_closed
+    made = opening._listen("127.0.0.1", worker_options({}, transports="local,new", token="secret"), 1.0)
+    assert made["new"] is new
+    made["local"].close()
+
+
+def test_a_transport_says_where_it_listens_on_a_network():
+    made = opening._listen("127.0.0.1", worker_options({}, transports="local,tcp"), 1.0)
+    for scheme, transport in made.items():
+        transport.close()
+        assert bool(transport.addresses) == TRANSPORTS[scheme].is_networked
 
 
 def test_a_worker_and_a_view_that_came_before_this_users_first_server_find_its_token(tmp_path, monkeypatch, caplog):

@@ -63,6 +63,8 @@ class Kind:
     cannot: frozenset[str] = frozenset()  # what that device cannot
     is_settled: bool = True  # after the first read from a peer no more sockets are opened for it
     is_python: bool = False  # without the native mover
+    in_contract: bool = True  # every test of `test_contract.py` runs on it; the others serve single tests
+    in_tiles: bool = True  # and of `test_tiles.py`
 
 
 def _tcp(streams: int) -> Callable[[float], Transport]:
@@ -131,25 +133,33 @@ _mute_cuda = partial(_mute_local, "cuda")
 KINDS = {
     kind.name: kind
     for kind in (
-        Kind("tcp-1", _tcp(1), _mute_tcp),
+        Kind("tcp-1", _tcp(1), _mute_tcp, in_contract=False),
         Kind("tcp-3", _tcp(3), _mute_tcp),
-        Kind("tcp-lending-2", _lending(2), _mute_tcp, lambda: "" if wire.IS_THERE else "vmsplice is a call of Linux"),
-        Kind("tcp-python", _tcp(3), _mute_tcp, is_python=True),
-        Kind("local-1", _local(1), _mute_local),
+        Kind(
+            "tcp-lending-2",
+            _lending(2),
+            _mute_tcp,
+            lambda: "" if wire.IS_THERE else "vmsplice is a call of Linux",
+            in_tiles=False,
+        ),
+        Kind("tcp-python", _tcp(3), _mute_tcp, is_python=True, in_tiles=False),
+        Kind("local-1", _local(1), _mute_local, in_contract=False),
         Kind("local-3", _local(3), _mute_local),
         Kind("local-mapped-3", _local(3), _mute_local, sealed.why_not, is_mapped=True),
         Kind("cuda-stand-in", _cuda, _mute_cuda, is_on_device=True),
-        Kind("cuda-stand-in-ring", _cuda, _mute_cuda, is_on_device=True, cannot=frozenset({"share"})),
-        Kind("cuda-stand-in-pinned", _cuda, _mute_cuda, is_on_device=True, cannot=frozenset({"open"})),
+        Kind(
+            "cuda-stand-in-ring", _cuda, _mute_cuda, is_on_device=True, cannot=frozenset({"share"}), in_contract=False
+        ),
+        Kind(
+            "cuda-stand-in-pinned", _cuda, _mute_cuda, is_on_device=True, cannot=frozenset({"open"}), in_contract=False
+        ),
         Kind("pretended-nixl-2", _pretended, partial(_mute_tcp, "nixl")),
-        Kind("nixl-1", _nixl(1), partial(_mute_tcp, "nixl"), _no_nixl),
+        Kind("nixl-1", _nixl(1), partial(_mute_tcp, "nixl"), _no_nixl, in_contract=False),
         Kind("nixl-3", _nixl(3), partial(_mute_tcp, "nixl"), _no_nixl, is_settled=False),
     )
 }
-CONTRACT = [
-    *("tcp-3", "tcp-lending-2", "tcp-python", "local-3", "local-mapped-3"),
-    *("cuda-stand-in", "pretended-nixl-2", "nixl-3"),  # the other stand-ins for a device: `test_cuda_rings.py`
-]
+CONTRACT = [name for name, kind in KINDS.items() if kind.in_contract]
+TILES = [name for name in CONTRACT if KINDS[name].in_tiles]
 
 
 _has_sealed_memory = False

@@ -51,7 +51,7 @@ from .tiles_kit import sources_of as sources_of_cuts
 SEEDS = 6
 
 
-@pytest.fixture(params=["tcp-3", "local-3", "local-mapped-3", "cuda-stand-in", "pretended-nixl-2", "nixl-3"])
+@pytest.fixture(params=kit.TILES)
 def kind(request: pytest.FixtureRequest) -> kit.Kind:
     """One of each way."""
     found = kit.KINDS[request.param]

@@ -36,12 +36,12 @@ from ..memory.streams import core_count
 from ..protocol.errors import TensorHubError, UsageError
 from ..protocol.names import Digest
 from ..runtime.config import options_without_token, parse_addresses, worker_options
-from ..runtime.opening import has_kernels, make_transport
+from ..runtime.opening import make_transport
+from ..runtime.transports import NO_GPU, TRANSPORTS, has_kernels
 from ..transport import sealed
-from ..transport.base import PREFERENCE, ByteStream, Export, Progress, Transport, read_to_end
+from ..transport.base import ByteStream, Export, Progress, Transport, read_to_end
 from ..transport.local.memory import SCOPES, yama_scope
 from ..transport.native import build, load
-from ..transport.nixl import agent
 from ..transport.nixl.probe import Probe
 from .output import count_text, size_text
 
@@ -51,12 +51,6 @@ ENDING_S = 1.0
 MARK = "tensorhub-doctor "  # before an answer: native libraries write to stdout as well
 MAX_LINE = 1 << 16
 
-USES = {
-    "cuda": "two workers of one host, tensors on a GPU",
-    "local": "two workers of one host",
-    "nixl": "RDMA, NVLink, CUDA IPC",
-    "tcp": "any two hosts",
-}
 QUIET = "measure again when the cores are idle"
 
 
@@ -82,7 +76,6 @@ WAYS = {
     "host copy": Limit("the bus, pinned", 0.5, "is the process on the device's NUMA node (nvidia-smi topo -m)?"),
     "pinned ring": Limit("the bus, pinned", 0.2, f"give the worker four cores for copies; {QUIET}"),
 }
-OTHERWISE = {"nixl": "TENSORHUB_TRANSPORTS=local,tcp goes without it"}  # where it hangs or aborts and says nothing
 
 
 @dataclass(frozen=True)
@@ -158,9 +151,9 @@ def check_transport(
     name: str, *, size_bytes: int = SIZE_BYTES, deadline_s: float = DEADLINE_S
 ) -> tuple[TransportCheck, list[Way]]:
     """Start two workers, let one read from the other, and end both. With the ways that were measured on the way."""
-    use = USES.get(name, "")
+    use = TRANSPORTS[name].use
     if name == "cuda" and not _devices():
-        return TransportCheck(name, False, use, reason="no NVIDIA device is here"), []
+        return TransportCheck(name, False, use, reason=NO_GPU), []
     found: Mapping[str, object] = {}
     try:
         with _Child("source", name, str(size_bytes)) as source, _Child("reader", name) as reader:
@@ -174,7 +167,7 @@ def check_transport(
         check = TransportCheck(name, True, use, int(str(found["rate_bytes_per_s"])), str(found["path"]))
         return check, _ways(found)
     reason = str(found.get("error") or "it gave no answer")
-    remedy = str(found.get("hint") or OTHERWISE.get(name, ""))
+    remedy = str(found.get("hint") or TRANSPORTS[name].remedy)
     return TransportCheck(name, False, use, reason=reason, remedy=remedy), []
 
 
@@ -193,17 +186,19 @@ def _ways(found: Mapping[str, object]) -> list[Way]:
     return [Way(name, round(rate), round(limit)) for name, rate, limit in each] if isinstance(each, list) else []
 
 
-def with_choice(check: TransportCheck, named: tuple[str, ...], nixl: tuple[bool, str]) -> TransportCheck:
-    """Whether workers take it: a rule. `named` is what the setting names, `nixl` is `nixl_path.advantage()`."""
+def with_choice(check: TransportCheck, named: tuple[str, ...], default: tuple[bool, str]) -> TransportCheck:
+    """Whether workers take it: a rule. `named` is what the setting names, `default` is `Kind.is_default()`."""
+    is_default, why = default
     if named and check.name not in named:
         why, way = f"TENSORHUB_TRANSPORTS={','.join(named)} leaves it out", "add it there"
-    elif not named and check.name == "nixl" and not nixl[0]:
-        why, way = nixl[1], "TENSORHUB_TRANSPORTS=nixl,tcp takes it"
+    elif not named and not is_default:
+        way = f"TENSORHUB_TRANSPORTS={check.name},tcp takes it"
     else:
-        return replace(check, use=f"{check.use}; {nixl[1]} is here") if check.name == "nixl" and nixl[0] else check
+        return replace(check, use=f"{check.use}; {why} is here") if is_default and why else check
     if check.works:
         return replace(check, reason=f"works, but is not taken: {why}", remedy=way, is_taken=False)
-    return replace(check, reason=f"{check.reason}. Not taken anyway: {why}", remedy="", is_taken=False)
+    reason = check.reason if check.reason == why else f"{check.reason}. Not taken anyway: {why}"
+    return replace(check, reason=reason, remedy="", is_taken=False)
 
 
 def check_server(address: str, token: str = "", *, named_by: str = "", deadline_s: float = DEADLINE_S) -> Check:
@@ -229,13 +224,13 @@ def examine(server: str | None, token: str = "", *, named_by: str = "", size_byt
     machine = machine_checks()
     if server is not None:
         machine.append(check_server(server, token, named_by=named_by))
-    named, nixl, checks, ways = options_without_token().transports, agent.advantage(), [], []
-    for name in PREFERENCE:
+    named, checks, ways = options_without_token().transports, [], []
+    for name, kind in TRANSPORTS.items():
         check, its = check_transport(name, size_bytes=size_bytes)
-        checks.append(with_choice(check, named, nixl))
+        checks.append(with_choice(check, named, kind.is_default()))
         ways += its
     device, its = check_device(size_bytes=size_bytes)
-    checks.sort(key=lambda check: [*named, *PREFERENCE].index(check.name))
+    checks.sort(key=lambda check: [*named, *TRANSPORTS].index(check.name))
     return Findings(checks, machine + device, ways + its)
 
 

@@ -20,7 +20,7 @@ from ..protocol.messages import PREFETCH
 from ..protocol.names import NAME_RULE, is_name, plain, plain_number
 from ..protocol.settings import Settings
 from ..transport import threads
-from ..transport.base import PREFERENCE
+from .transports import TRANSPORTS
 
 SECRET_BYTES = 32
 MAX_SECRET_BYTES = 4096
@@ -343,8 +343,8 @@ def parse_transports(value: object, what: str) -> tuple[str, ...]:
     """Names of transports in order of preference: "local,tcp", or a sequence of names."""
     words = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else ()
     names = tuple(word.strip() if isinstance(word, str) else "" for word in words)
-    if not names or len(set(names)) < len(names) or not set(names) <= set(PREFERENCE):
-        known = ", ".join(PREFERENCE)
+    if not names or len(set(names)) < len(names) or not set(names) <= set(TRANSPORTS):
+        known = ", ".join(TRANSPORTS)
         raise UsageError(f"{what}={value!r} does not name transports, each once", hint=f"use some of {known}")
     return names
 
@@ -425,7 +425,7 @@ class Options:
     transports: tuple[str, ...] = _option(
         (),
         parse_transports,
-        "ways to move bytes, best first; empty: local, nixl where RDMA or a GPU is, tcp",
+        "ways to move bytes, best first; empty: cuda (where a GPU and its extra are), local, nixl (RDMA or a GPU), tcp",
     )
     ptrace: bool = _option(True, parse_switch, "under Yama, let processes of the same user read this one's memory")
     device_share: float = _option(

@@ -53,6 +53,7 @@ from ..transport.threads import as_ours
 from ..worker.events import ReadMeasured
 from .loops import held_lock, in_thread
 from .metrics import RATE, READ, RECEIVED, Record
+from .transports import TRANSPORTS
 
 NOTHING = Batches.of(array("q"), [], 0)
 
@@ -337,9 +338,6 @@ class Looking(Trusted):
 # A worker that went to the server by 127.0.0.1 listens there. A reader on another host does not try that address.
 
 
-LISTENING = ("tcp", "nixl")  # both are begun by a connection to an address
-
-
 def out_of_reach(offered: Sequence[str]) -> dict[str, str]:
     """Of a source's endpoints those that cannot be reached from this process, and why in words."""
     if not _is_elsewhere(offered):
@@ -373,7 +371,7 @@ def _is_elsewhere(offered: Sequence[str]) -> bool:
 def _loopback(endpoint: str) -> str:
     """The endpoint's first host, if all of them are loopback addresses; else an empty string."""
     scheme = endpoint.partition("://")[0]
-    if scheme not in LISTENING:
+    if scheme not in TRANSPORTS or not TRANSPORTS[scheme].is_networked:
         return ""
     try:
         hosts = [host for host, _ in parse_endpoint(endpoint, scheme)]

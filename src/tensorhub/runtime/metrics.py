@@ -28,9 +28,9 @@ from ..protocol import events
 from ..protocol.errors import HostMemoryFull
 from ..protocol.messages import PROTOCOL, Filling, Holding, Vacated, Withdrawing
 from ..protocol.names import Version
-from ..transport.base import PREFERENCE
 from .config import MAX_PORT, Options
 from .loops import in_thread
+from .transports import TRANSPORTS
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -334,7 +334,7 @@ def _note(record: Record, event: events.Event) -> None:
         case events.Lost():
             record.add(VERSIONS_LOST, 1, event.model)
         case events.ReadFinished():
-            transport = event.transport if event.transport in PREFERENCE else OTHERS
+            transport = event.transport if event.transport in TRANSPORTS else OTHERS
             record.observe(FINISHED, event.seconds, transport)
             record.observe(FINISHED_RATE, event.rate_bytes_per_s, transport)
             record.add(FINISHED_BYTES, event.size_bytes, transport, "yes" if event.is_cross_site else "no")

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Mapping
 from functools import partial
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
@@ -29,17 +28,15 @@ from ..protocol.errors import (
 from ..protocol.messages import PROTOCOL, Hello
 from ..protocol.names import ModelName, ReplicaName, Shard
 from ..transport import sealed, threads
-from ..transport.base import PREFERENCE, Transport
-from ..transport.local.transport import LocalSettings, LocalTransport
-from ..transport.nixl import agent
+from ..transport.base import Transport
+from ..transport.local.transport import LocalTransport
 from ..transport.tcp.addresses import host_of, is_loopback, parse_endpoint
-from ..transport.tcp.settings import TcpSettings
-from ..transport.tcp.transport import TcpTransport
 from ..transport.threads import Thread, start
 from .client import Client, living
 from .config import OTHER_HOST, Options
 from .loops import in_thread, loop_thread
 from .metrics import open_page
+from .transports import TRANSPORTS, wanted_transports
 
 if TYPE_CHECKING:
     pass
@@ -173,7 +170,7 @@ def _hello(
 def _page_host(host: str, transports: Mapping[str, Transport]) -> tuple[str, str]:
     """Where a page listens, and where others reach it: as the `tcp` transport, if there is one."""
     tcp = transports.get("tcp")
-    if not isinstance(tcp, TcpTransport):
+    if tcp is None:
         first = host.partition(",")[0].strip()
         return first, first
     return tcp.addresses[0], parse_endpoint(tcp.endpoint)[0][0]
@@ -191,27 +188,6 @@ def _place(transports: Mapping[str, Transport]) -> str:
             raise threads.unavailable(error.__cause__, "it made memory that others can map") from error
         return ""
     return local.mapping_place
-
-
-def has_kernels() -> bool:
-    """The package cuda-core is here (extra `cuda`)."""
-    return find_spec("cuda") is not None and find_spec("cuda.core") is not None
-
-
-def wanted_transports(options: Options) -> tuple[str, ...]:
-    """The transports that were named, or else the default ones.
-
-    The default ones are `local` and `tcp`. With a device and the package that launches its kernels `cuda` is added.
-    Where hardware gives `nixl` an advantage, it is added too.
-    """
-    if options.transports:
-        return options.transports
-    left_out = set() if agent.has_gpu() and has_kernels() else {"cuda"}
-    has_advantage, why = agent.advantage()
-    if not has_advantage:
-        _log.debug("no nixl transport by default: %s", why)
-        left_out.add("nixl")
-    return tuple(scheme for scheme in PREFERENCE if scheme not in left_out)
 
 
 def _listen(host: str, options: Options, probe_s: float) -> dict[str, Transport]:
@@ -240,9 +216,9 @@ def _check_guarded(transports: Mapping[str, Transport], options: Options) -> Non
     if options.token or options.insecure:
         return
     for transport in transports.values():
-        addresses = transport.addresses if isinstance(transport, TcpTransport) else ()
-        if not all(map(is_loopback, addresses)):
-            text = f"other hosts could read from this worker, at {', '.join(addresses)}, and it has no token"
+        if not all(map(is_loopback, transport.addresses)):
+            at = ", ".join(transport.addresses)
+            text = f"other hosts could read from this worker, at {at}, and it has no token"
             raise UsageError(text, hint=f"{OTHER_HOST}; or let any client read: insecure=True, TENSORHUB_INSECURE=1")
 
 
@@ -251,9 +227,10 @@ def make_transport(scheme: str, host: str, options: Options, *, probe_s: float =
 
     The first `nixl` of a process tries NIXL in a child process, which takes about a second, and `probe_s` at most.
     """
-    token = options.token or None
+    if scheme not in TRANSPORTS:
+        raise TransportMissing(f"this version of tensorhub has no transport {scheme!r}")
     try:
-        return _made(scheme, host, token, options, probe_s)
+        return TRANSPORTS[scheme].make(host, options, probe_s)
     except OSError as error:
         if threads.is_shortage(error):
             raise threads.unavailable(error, f"it made its {scheme} transport") from error
@@ -263,26 +240,6 @@ def make_transport(scheme: str, host: str, options: Options, *, probe_s: float =
             text = f"{text}, at each port from {options.data_port} on"
             hint = "set TENSORHUB_DATA_PORT to the first of 32 ports that are free"
         raise UsageError(text, hint=hint) from error
-
-
-def _made(scheme: str, host: str, token: str | None, options: Options, probe_s: float) -> Transport:
-    match scheme:
-        case "cuda":
-            from ..transport.cuda import CudaSettings, CudaTransport
-
-            if not agent.has_gpu():
-                raise TransportMissing("no NVIDIA device is here", hint="tensors on the host go by local and tcp")
-            return CudaTransport(CudaSettings(token=token, device_share=options.device_share))
-        case "local":
-            return LocalTransport(LocalSettings(token=token, allow_readers=options.ptrace))
-        case "nixl":
-            from ..transport.nixl.transport import NixlSettings, NixlTransport
-
-            return NixlTransport(NixlSettings(host=host, port=options.data_port or 0, token=token, probe_s=probe_s))
-        case "tcp":
-            return TcpTransport(TcpSettings(host=host, port=options.data_port or 0, token=token))
-        case _:
-            raise TransportMissing(f"this version of tensorhub has no transport {scheme!r}")
 
 
 def _address_towards(server: str) -> str:

@@ -184,7 +184,10 @@ class Progress:
 #    at least every `silence_s / 4`.
 # 4. Whatever a peer sends, only its own connection suffers.
 #
-# A `Piecewise` sink reads parts of what is exported: what is said of chunks holds for its batches.
+# A `Piecewise` sink (`ranges.py`) reads parts of what is exported: what is said of chunks holds for its batches. A
+# transport that cannot read parts ends such a read with `TransportMissing`, and the reader takes its next transport.
+#
+# Every socket goes through `threads.tracked`, so that no forked child keeps it open.
 
 
 MAX_MANIFEST_BYTES = 64 << 20  # 4 million chunks of 16 B: 16 TiB in chunks of 4 MiB
@@ -359,8 +362,16 @@ class Transport(Protocol):
         """Where peers reach this worker, e.g. `tcp://10.0.0.7:41234`."""
         ...
 
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The network addresses at which it listens, if any. A worker without a token listens on loopback only."""
+        ...
+
     def export(self, export: Export) -> None:
-        """Let peers read it from now on. Exporting a key again replaces the former export."""
+        """Let peers read it from now on. Exporting a key again replaces the former export.
+
+        Raises `Closed` after `close`.
+        """
         ...
 
     def withdraw(self, key: str, *, timeout_s: float) -> bool:
@@ -378,11 +389,13 @@ class Transport(Protocol):
     def read(self, endpoint: str, key: str, sink: Sink, on_end: OnEnd) -> Read:
         """Start reading. Never raises for what the network does: that comes with `on_end`, exactly once.
 
+        Raises `Closed` after `close`, and `Unavailable` where no thread can be had. `on_end` is not called then.
+
         `on_end` gets None when all wanted chunks were accepted or the read was stopped, `SourceLost` when the source
-        vanished, fell silent, refused or withdrew, `TransportMissing` when this transport cannot work between these two
-        workers (another may: the source is not to blame), `HostMemoryFull` when this process has no memory for what is
-        on its way, and otherwise what `sink.begin` or `sink.accept` raised. Once called it is let go, for it usually
-        knows the read.
+        vanished, fell silent, refused or withdrew (its text names endpoint and key), `TransportMissing` when this
+        transport cannot work between these two workers (another may: the source is not to blame), `HostMemoryFull`
+        when this process has no memory for what is on its way, and otherwise what `sink.begin` or `sink.accept`
+        raised. Once called it is let go, for it usually knows the read.
         """
         ...
 
@@ -391,7 +404,7 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop serving and reading, end every thread. Idempotent."""
+        """Stop serving and reading, and wait for all threads, the calling one excepted. Idempotent."""
         ...
 
 
@@ -399,10 +412,6 @@ class Transport(Protocol):
 #
 # It leaves out endpoints that are known not to work. A chosen way carries the reason why each transport before it in
 # the reader's order is not used.
-
-
-# from device to device of one host; on one host nothing else beats local; then RDMA and NVLink; tcp always
-PREFERENCE = ("cuda", "local", "nixl", "tcp")
 
 
 @dataclass(frozen=True)
