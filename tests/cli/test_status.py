@@ -335,6 +335,12 @@ def test_it_says_who_holds_what(width: int) -> None:
         assert fact in words(text), fact
 
 
+def test_a_read_from_a_host_copy_is_none_from_the_tensors() -> None:
+    status = busy()
+    copied = replace(status, transfers=tuple(replace(each, from_host=True) for each in status.transfers))
+    assert "reads from rollout-1's host copy for 0.0 s" in words(drawn(copied, UNFOLDED))
+
+
 def test_it_says_who_reads_from_whom_and_why() -> None:
     text = words(drawn(busy(), UNFOLDED))
     assert 'update("latest") is 7, waiting for 0.0 s: shard 1 has not arrived' in text

@@ -614,7 +614,7 @@ def _plain_source(stream: ByteStream) -> int:
     def serve() -> None:
         while True:
             wire, _ = listener.accept()
-            with wire, suppress(OSError), stream.reading(0, stream.size_bytes) as views:
+            with wire, suppress(OSError), stream.views_to_read(0, stream.size_bytes) as views:
                 for view in views:
                     wire.sendall(view)
 
@@ -624,7 +624,7 @@ def _plain_source(stream: ByteStream) -> int:
 
 def _read_plain(port: int, stream: ByteStream) -> None:
     address, size_bytes = ("127.0.0.1", port), stream.size_bytes
-    with socket.create_connection(address, READ_S) as wire, stream.writing(0, size_bytes) as views:
+    with socket.create_connection(address, READ_S) as wire, stream.views_to_write(0, size_bytes) as views:
         for view in views:
             while view and (got := wire.recv_into(view)):
                 view = view[got:]

@@ -26,7 +26,7 @@ app = ErrorsAreLines(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Reference-Oriented Storage: versioned weights, read straight from the peers that hold them.",
+    help="Moves model weights from trainers to rollouts: versioned, verified, read from the workers that hold them.",
 )
 
 app.add_typer(store.commands)

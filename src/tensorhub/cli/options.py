@@ -31,7 +31,9 @@ ReplicaOption = Annotated[
 FilterOption = Annotated[
     str,
     typer.Option(
-        "--filter", help="Only replicas with that word in their name, state, host, site or reasons.", show_default=False
+        "--filter",
+        help="Only replicas with that word in their name, state, host, site, call, source or reasons.",
+        show_default=False,
     ),
 ]
 

@@ -605,7 +605,7 @@ def _reading(transfer: Transfer, *, is_heard: bool = True) -> Text:
     if transfer.chunks:
         full = round(BAR_COLUMNS * transfer.done / transfer.chunks)
         text.append("━" * full, style="cyan").append("─" * (BAR_COLUMNS - full) + " ", style="dim")
-    text.append("reads from ").append(source, style="bold")
+    text.append("reads from ").append(source, style="bold").append("'s host copy" if transfer.from_host else "")
     if transfer.transport:
         text.append(" by ").append(transfer.transport, style="bold")
     text.append(f" for {time_text(transfer.since_s)}")

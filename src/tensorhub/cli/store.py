@@ -202,7 +202,10 @@ def rm(
     token_file: TokenFileOption = "",
     timeout: Annotated[float, between(0.1, 86_400, help="Seconds until all its workers have heard so.")] = 30.0,
 ) -> None:
-    """Forget the numbers of a model of which no worker holds a version, so that training may begin anew."""
+    """Forget the version numbers of a model, so that training may begin anew at any number. It removes no version.
+
+    It refuses while a worker holds a version of the model.
+    """
     from .. import connect
 
     if not yes:
