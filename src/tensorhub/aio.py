@@ -46,9 +46,9 @@ from .runtime.loops import LoopThread, Undo, check_process, in_thread, is_worker
 from .runtime.opening import leave_at_once, open_client
 from .runtime.questions import (
     LONG_POLL_S,
-    begin_anew,
     fetch_events,
     fetch_status,
+    forget_numbers,
     layout_of,
     metadata_of,
     parse_number,
@@ -651,7 +651,7 @@ class View(Caller):
         `VersionUnavailable` for a model that the server does not know, `ServerUnreachable`, `DeadlineExceeded`.
         """
         self._check(model)
-        await self._thread.run_here(begin_anew(self._options, model, self._deadline(timeout)))
+        await self._thread.run_here(forget_numbers(self._options, model, self._deadline(timeout)))
 
     async def layout(self, model: str, spec: Spec = "latest", *, timeout: float | None = None) -> LayoutView:  # noqa: ASYNC109 - our own deadline
         """Returns the layout of a version, without registering tensors: names, dtypes and shapes, shard by shard.

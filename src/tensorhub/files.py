@@ -252,15 +252,15 @@ def unpacked(metadata: Mapping[str, Json], tensors: Sequence[Tensor]) -> Checkpo
         files, first = [], 0
         for name, count, text, header in cast(list[tuple[str, int, dict[str, str] | None, str]], said["files"]):
             mine = tuple(ordered[first : first + count])
-            files.append(File(_plain(name), mine, _inflated(header) if header else header_of(mine, text)))
+            files.append(File(_checked_file_name(name), mine, _inflated(header) if header else header_of(mine, text)))
             first += count
         index = cast(tuple[str, dict[str, Json]], said.get("index") or ("", None))
         if sorted(ordered) == by_name and first == len(ordered) and len({file.name for file in files}) == len(files):
-            return Checkpoint(tuple(files), index[1], _plain(index[0]) if index[0] else "")
+            return Checkpoint(tuple(files), index[1], _checked_file_name(index[0]) if index[0] else "")
     return None
 
 
-def _plain(name: str) -> str:
+def _checked_file_name(name: str) -> str:
     """A name that leads to no other directory. It comes from another worker."""
     if not re.fullmatch(r"[\w.-]{1,200}", name, re.ASCII) or name.startswith("."):
         raise ValueError(f"{name!r} is no name of a file")

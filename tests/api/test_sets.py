@@ -217,12 +217,12 @@ def test_a_model_that_fails_leaves_no_version_until_the_next_call(trainer, reade
     assert rollout.replicate() == 1
     target(2)
     source = draft(2)._aio._client.driver.data.registration
-    with source.stream.writing(0, 4) as views:
+    with source.stream.views_to_write(0, 4) as views:
         views[0][:4] = b"\xff\xff\xff\x7f"  # changed in place, while it is published
     with pytest.raises(tensorhub.CorruptTransfer):
         rollout.update(timeout=10)
     assert rollout.version is None
-    with source.stream.writing(0, 4) as views:
+    with source.stream.views_to_write(0, 4) as views:
         views[0][:4] = np.float32(2.0).tobytes()
     target(3)
     draft(3)

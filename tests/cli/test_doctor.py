@@ -186,7 +186,7 @@ class DeviceStream:
         self.done.append(("host copy", start, stop))
 
     @contextmanager
-    def reading(self, start: int, stop: int) -> Iterator[Sequence[memoryview]]:
+    def views_to_read(self, start: int, stop: int) -> Iterator[Sequence[memoryview]]:
         self.done.append(("ring", start, stop))
         yield []
 

@@ -25,7 +25,7 @@ from tensorhub.protocol.messages import (
 from tensorhub.protocol.names import Digest, ModelName, Number, ReplicaName, Shard, Ticket, Version, WorkerId
 from tensorhub.protocol.settings import Settings
 from tensorhub.server import Server
-from tensorhub.server.admission import begin_anew
+from tensorhub.server.admission import forget_numbers
 from tensorhub.server.calls import next_version
 from tensorhub.server.groups import Replica
 from tensorhub.server.journal import FORMAT, Begun, Joined, ModelHistory, Over, Record, Writes, encoded, history_of
@@ -268,7 +268,7 @@ def test_what_has_not_heard_that_a_model_was_begun_anew_brings_back_neither_numb
     found, name = server(), worker("a").model
     old = {"newest": Version(7), "newest_epoch": Number(500)}
     hear(found, "idle", **old)
-    assert begin_anew(found.state, name).is_begun
+    assert forget_numbers(found.state, name).is_begun
     told = hear(found, "idle", number=2, **old)
     assert (told.newest, told.newest_epoch) == (None, 0)
     held = Holding(Version(7), Digest("x"), published=True, epoch=Number(500))

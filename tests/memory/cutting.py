@@ -217,7 +217,7 @@ def fill_across(
         shown = TiledShard(tile_sink.source.table, tiles.grid, tile_sink.source.manifest)
         for batch in tile_sink.begin(shown.encode()):
             ranges = tile_sink.batches.rows.ranges(*tile_sink.batches.span(batch))
-            with tile_sink.stream.writing(*tile_sink.batches.span(batch)) as (view,):
+            with tile_sink.stream.views_to_write(*tile_sink.batches.span(batch)) as (view,):
                 view[:] = gather(shards[tile_sink.number].registration.stream, ranges)
                 tile_sink.accept(batch, [view])
             tile_sink.stored(batch)

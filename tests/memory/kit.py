@@ -12,7 +12,7 @@ from tensorhub.transport.base import ByteStream
 
 def image_of(registration: Registration) -> bytes:
     """All bytes of a registration's stream."""
-    with registration.stream.reading(0, registration.size_bytes) as views:
+    with registration.stream.views_to_read(0, registration.size_bytes) as views:
         return b"".join(views)
 
 
@@ -26,7 +26,7 @@ def scatter(data: bytes | bytearray, views: Sequence[memoryview]) -> None:
 
 
 def put_into(stream: ByteStream, start: int, data: bytes) -> None:
-    with stream.writing(start, start + len(data)) as views:
+    with stream.views_to_write(start, start + len(data)) as views:
         scatter(data, views)
 
 

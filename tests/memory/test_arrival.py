@@ -86,7 +86,7 @@ def sink(source: Registration, manifest: Manifest, stream: Hashing) -> FillSink:
 def place(source: Registration, sink: FillSink, chunk: int) -> None:
     """What a transport does before `stored`."""
     data = image_of(source)[chunk * CHUNK : (chunk + 1) * CHUNK]
-    with sink.stream.writing(chunk * CHUNK, (chunk + 1) * CHUNK) as views:
+    with sink.stream.views_to_write(chunk * CHUNK, (chunk + 1) * CHUNK) as views:
         scatter(data, views)
         sink.accept(chunk, views)
 
@@ -227,7 +227,7 @@ def test_what_the_hardware_puts_in_place_is_judged_there(
 ) -> None:
     sink.begin(manifest.encode())
     for chunk in (3, 2):
-        with sink.stream.writing(chunk * CHUNK, (chunk + 1) * CHUNK) as views:
+        with sink.stream.views_to_write(chunk * CHUNK, (chunk + 1) * CHUNK) as views:
             scatter(image_of(source)[chunk * CHUNK : (chunk + 1) * CHUNK], views)
         stream.before_digest = lambda chunks: stream.flip(chunks[0] * CHUNK)  # and back
         with pytest.raises(CorruptTransfer, match=f"chunk {chunk} "):

@@ -254,7 +254,7 @@ from tensorhub.memory.registration import register
 array = np.array([1.0, 65520.0, 3.14159], np.float32)
 registration = register({"w": array}, dtype="float16")
 registration.casts.fill()
-with registration.stream.reading(0, 6) as views:
+with registration.stream.views_to_read(0, 6) as views:
     assert b"".join(views) == np.array([1.0, np.inf, 3.14159], np.float16).tobytes()
 try:
     register({"w": array}, dtype="bfloat16")
@@ -285,7 +285,7 @@ def test_what_is_in_no_box_is_not_given_back() -> None:
         "none": [],
     }
     registration = register(tensors, "bfloat16", boxes)
-    with registration.stream.writing(0, registration.size_bytes) as views:
+    with registration.stream.views_to_write(0, registration.size_bytes) as views:
         for view in views:
             view[:] = b"\x80\x3f" * (len(view) // 2)  # ones
     casts_of(registration).give_back()

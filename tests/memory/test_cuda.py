@@ -60,9 +60,9 @@ def test_four_threads_fill_a_device_and_a_bad_chunk_is_found_there() -> None:
 
     def move(chunk: int, *, is_bad: bool = False) -> None:
         start, stop = manifest.chunk_range(chunk)
-        with source.stream.reading(start, stop) as given:
+        with source.stream.views_to_read(start, stop) as given:
             data = b"".join(given)
-        with target.stream.writing(start, stop) as views:
+        with target.stream.views_to_write(start, stop) as views:
             at = 0
             for view in views:
                 view[:] = bytes(view.nbytes) if is_bad else data[at : at + view.nbytes]
@@ -94,7 +94,7 @@ def test_many_small_tensors_come_and_go_in_few_copies(image: Callable[[Registrat
     chunk_bytes = 1 << 22
     for start in range(0, source.size_bytes, chunk_bytes):
         stop = min(start + chunk_bytes, source.size_bytes)
-        with target.stream.writing(start, stop) as views:
+        with target.stream.views_to_write(start, stop) as views:
             at = start
             for view in views:
                 view[:] = right[at : at + view.nbytes]
@@ -128,7 +128,7 @@ def test_addresses_without_memory_are_told_from_others() -> None:
 def test_a_block_larger_than_a_slot_takes_several(image: Callable[[Registration], bytes]) -> None:
     registration = register({"w": torch.arange(100_000, device="cuda")})
     stream = CudaStream(registration.pieces, StagingRing(1 << 16, 13))
-    with stream.reading(0, 800_000) as views:
+    with stream.views_to_read(0, 800_000) as views:
         assert b"".join(views) == torch.arange(100_000).numpy().tobytes()
 
 
@@ -309,7 +309,7 @@ def test_memory_is_prepared_in_the_background_and_copied_at_the_bus_rate() -> No
     fill.begin(manifest.encode())
 
     def look(start: int, stop: int) -> None:
-        with copy.stream.reading(start, stop) as views:
+        with copy.stream.views_to_read(start, stop) as views:
             fill.accept(start // manifest.chunk_bytes, views)
 
     for to_host in (True, False) * 2:

@@ -107,11 +107,11 @@ def test_bytes_cross_on_one_stream_for_each_device_and_direction(monkeypatch: py
     memory, pieces = pieces_on("cuda:0", "cpu", "cuda:1", "cuda:0")
     stream = cuda.CudaStream(pieces, StagingRing(64, 8))
     assert len(device.streams) == 4
-    with stream.reading(50, 350) as views:
+    with stream.views_to_read(50, 350) as views:
         assert b"".join(views) == b"".join(bytes(tensor.numpy()) for tensor in memory)[50:350]
     assert sorted(device.recorded) == ["cuda:0/0", "cuda:1/2"]
     assert device.waited == 2
-    with stream.writing(50, 350) as views:
+    with stream.views_to_write(50, 350) as views:
         for view in views:
             view[:] = bytes(view.nbytes)
     assert sorted(device.recorded[2:]) == ["cuda:0/1", "cuda:1/3"]
@@ -177,10 +177,10 @@ def test_a_failed_copy_is_a_transfer_error_and_waits_for_those_before_it(monkeyp
     def fail(*args: object, **options: object) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    with stream.reading(0, 1):
+    with stream.views_to_read(0, 1):
         pass
     monkeypatch.setattr(torch.Tensor, "copy_", fail)
-    with pytest.raises(TransferError, match="between host and cuda:0 failed: CUDA error"), stream.reading(0, 200):
+    with pytest.raises(TransferError, match="between host and cuda:0 failed: CUDA error"), stream.views_to_read(0, 200):
         pass
     assert device.waited == 2
     assert stream.ring.free_count == 1
@@ -201,10 +201,10 @@ def test_storage_that_was_freed_is_not_copied_from(monkeypatch: pytest.MonkeyPat
     memory, pieces = pieces_on("cuda:0", "cuda:0")
     stream = cuda.CudaStream(pieces, StagingRing(200, 1))
     memory[1].untyped_storage().resize_(0)
-    with stream.reading(0, 100) as views:
+    with stream.views_to_read(0, 100) as views:
         assert bytes(views[0]) == bytes(memory[0].numpy())
     copies = device.waited
-    with pytest.raises(Freed, match="byte 100"), stream.reading(50, 150):
+    with pytest.raises(Freed, match="byte 100"), stream.views_to_read(50, 150):
         pass
     assert device.waited == copies + 1  # the piece before it was on its way
     assert stream.ring.free_count == 1
@@ -240,11 +240,11 @@ def test_all_that_the_device_does_is_allowed_beside_a_capture_and_nothing_later(
     monkeypatch.setattr(torch.cuda.Event, "synchronize", noting("a wait", torch.cuda.Event.synchronize))
     _, pieces = pieces_on("cuda:0")
     stream = cuda.CudaStream(pieces, StagingRing(200, 1))
-    with stream.reading(0, 100):
+    with stream.views_to_read(0, 100):
         assert driver.mode == 0, "what is done with the bytes is the caller's"
     assert modes == dict.fromkeys(("pinned memory", "a stream", "a wait"), threads.RELAXED)
     monkeypatch.setattr(torch.Tensor, "copy_", lambda *_, **__: 1 / 0)
-    with pytest.raises(ZeroDivisionError), stream.writing(0, 100):
+    with pytest.raises(ZeroDivisionError), stream.views_to_write(0, 100):
         pass
     assert device.waited == 2
     assert driver.mode == 0
@@ -350,9 +350,9 @@ def test_many_small_pieces_cross_the_bus_in_one_copy(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.Tensor, "copy_", noted)
     right = b"".join(bytes(tensor.numpy()) for tensor in memory)
     for device.full in (False, True):  # then there is no room to gather them
-        with stream.ring.slots(1000), stream.reading(30, 2970) as views:
+        with stream.ring.slots(1000), stream.views_to_read(30, 2970) as views:
             assert b"".join(views) == right[30:2970]
-        with stream.writing(30, 2970) as views:
+        with stream.views_to_write(30, 2970) as views:
             for view in views:
                 view[:] = bytes(view.nbytes)
         assert not torch.cat(memory)[30:2970].any()

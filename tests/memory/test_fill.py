@@ -44,11 +44,11 @@ def filled() -> dict[str, np.ndarray]:
 def move(source: Registration, sink: FillSink, chunk: int, *, flip: int | None = None) -> None:
     """What a transport does with one chunk; `flip` damages this byte of it on the way."""
     start, stop = chunk * sink.chunk_bytes, min((chunk + 1) * sink.chunk_bytes, sink.stream.size_bytes)
-    with source.stream.reading(start, stop) as given:
+    with source.stream.views_to_read(start, stop) as given:
         data = bytearray(b"".join(given))
     if flip is not None:
         data[flip] ^= 1
-    with sink.stream.writing(start, stop) as views:
+    with sink.stream.views_to_write(start, stop) as views:
         scatter(data, views)
         sink.accept(chunk, views)
     sink.stored(chunk)
@@ -146,7 +146,7 @@ def test_a_new_sink_takes_over_the_progress_of_a_revoked_one(
     first = FillSink(target, manifest.root())
     first.begin(manifest.encode())
     move(source, first, 0)
-    with first.stream.writing(CHUNK, 2 * CHUNK) as late:
+    with first.stream.views_to_write(CHUNK, 2 * CHUNK) as late:
         first.revoke(SessionLost("the lease has ended"))
         for call in (lambda: first.accept(1, late), lambda: first.stored(0), lambda: first.begin(manifest.encode())):
             with pytest.raises(SessionLost):

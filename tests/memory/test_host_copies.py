@@ -125,10 +125,10 @@ def test_a_copy_that_ran_short_is_not_kept_for_the_next() -> None:
     size_bytes = 3 * STEP_BYTES
     pool = HostMemory(register({"w": untouched(size_bytes)}), None, look=lambda: Room(left[0], "a test's limit"))
     copy = pool.take()
-    with copy.stream.writing(0, MIB):
+    with copy.stream.views_to_write(0, MIB):
         pass
     left[0] = 0
-    with pytest.raises(HostMemoryFull), copy.stream.writing(MIB, size_bytes):
+    with pytest.raises(HostMemoryFull), copy.stream.views_to_write(MIB, size_bytes):
         pass
     pool.give(copy)
     assert pool.used_bytes == 0
@@ -168,7 +168,7 @@ def test_ahead_of_need_as_much_again_is_left(copies: int, *, fits: bool) -> None
         return
     copy = pool.take(is_ahead=True)
     left[0] -= STEP_BYTES  # others take memory meanwhile
-    with pytest.raises(HostMemoryFull), copy.stream.writing(0, size_bytes):
+    with pytest.raises(HostMemoryFull), copy.stream.views_to_write(0, size_bytes):
         pass
     pool.give(copy)
     assert pool.used_bytes == 0
@@ -225,13 +225,13 @@ def test_memory_that_others_have_too_is_not_used_for_the_next_copy() -> None:
     theirs = Shared(found.descriptor, found.size_bytes)
     over = over_shared(tensors, theirs, theirs.address)
     assert over.layout_digest == tensors.layout_digest
-    with pytest.raises(InvariantViolation), over.stream.writing(0, 1):
+    with pytest.raises(InvariantViolation), over.stream.views_to_write(0, 1):
         pass
     pool.give(copy)
     del copy, found
     again = pool.take()
     copy_stream(registered(tensors.size_bytes).stream, again.stream, 1 << 20, lambda *_: None)
-    with again.stream.writing(0, 8) as (view,):
+    with again.stream.views_to_write(0, 8) as (view,):
         view[:] = bytes(8)
     assert image_of(over) == image_of(tensors)
     assert theirs.counts_here, "who made it has let it go"

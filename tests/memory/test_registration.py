@@ -167,7 +167,7 @@ def test_memory_lives_as_long_as_the_registration_or_a_view_of_it() -> None:
     alive = weakref.ref(array)
     registration = register({"w": array, "t": torch.arange(1000)})
     expected = array.tobytes()
-    with registration.stream.reading(0, 8000) as views:
+    with registration.stream.views_to_read(0, 8000) as views:
         view = views[0][8:]
     del array, registration, views
     gc.collect()

@@ -38,14 +38,14 @@ def test_blocks_read_and_write_any_range(sizes: list[tuple[str, int]], slot_byte
     stream = StagedStream(device.pieces, device, StagingRing(slot_bytes, -(-1024 // slot_bytes)))
     for start, stop in RANGES:
         before = device.image
-        with stream.reading(start, stop) as views:
+        with stream.views_to_read(start, stop) as views:
             assert b"".join(views) == before[start:stop]
         new = bytes(value ^ 0x5A for value in before[start:stop])
-        with stream.writing(start, stop) as views:
+        with stream.views_to_write(start, stop) as views:
             put(new, views)
         assert device.image == before[:start] + new + before[stop:]
         assert stream.ring.free_count == stream.ring.slot_count
-    with pytest.raises(UsageError, match="are not in a stream"), stream.reading(0, stream.size_bytes + 1):
+    with pytest.raises(UsageError, match="are not in a stream"), stream.views_to_read(0, stream.size_bytes + 1):
         pass
 
 
@@ -55,7 +55,7 @@ def test_a_block_that_raises_leaves_the_device_as_it_was() -> None:
     before = device.image
 
     def receive() -> None:
-        with stream.writing(0, 100) as views:
+        with stream.views_to_write(0, 100) as views:
             views[0][:] = bytes(100)
             raise CorruptTransfer("chunk 0 is not as announced")
 
@@ -230,9 +230,9 @@ def test_runs_are_read_and_written_and_nothing_between_them(runs: int, run: int,
 
     def both() -> None:
         rows = RowStream(staged(device), rows_of(runs, run, stride).rows)
-        with rows.reading(0, runs * run) as views:
+        with rows.views_to_read(0, runs * run) as views:
             found.append(b"".join(views))
-        with rows.writing(0, runs * run) as (view,):
+        with rows.views_to_write(0, runs * run) as (view,):
             view[:] = data
 
     in_time(both)

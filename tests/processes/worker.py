@@ -95,8 +95,8 @@ class ValvedStream:
         self._stream, self._reading, self._writing = stream, reading, writing
         self.size_bytes = stream.size_bytes
 
-    def reading(self, start, stop):
-        return self._reading.passing(start, self._stream.reading(start, stop))
+    def views_to_read(self, start, stop):
+        return self._reading.passing(start, self._stream.views_to_read(start, stop))
 
     def ranges(self, start, stop):
         """Where it is, for transports that read by address: those pass no valve of the source's, only the reader's."""
@@ -106,8 +106,8 @@ class ValvedStream:
     def addresses(self):
         return self._stream.addresses
 
-    def writing(self, start, stop):
-        return self._writing.passing(start, self._stream.writing(start, stop))
+    def views_to_write(self, start, stop):
+        return self._writing.passing(start, self._stream.views_to_write(start, stop))
 
 
 class WorkerProcess:

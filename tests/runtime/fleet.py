@@ -39,14 +39,14 @@ class Valve:
         self._is_open = threading.Event()
 
     @contextlib.contextmanager
-    def reading(self, start, stop):
+    def views_to_read(self, start, stop):
         while not self._is_open.is_set() and not self._left.acquire(timeout=0.01):
             self.held.set()
-        with self._stream.reading(start, stop) as views:
+        with self._stream.views_to_read(start, stop) as views:
             yield views
 
-    def writing(self, start, stop):
-        return self._stream.writing(start, stop)
+    def views_to_write(self, start, stop):
+        return self._stream.views_to_write(start, stop)
 
     def open(self) -> None:
         self._is_open.set()

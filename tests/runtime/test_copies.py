@@ -31,9 +31,9 @@ class Tampered:
         self._stream, self._before = registration.stream, before
         self.size_bytes = registration.size_bytes
 
-    def reading(self, start: int, stop: int):
+    def views_to_read(self, start: int, stop: int):
         self._before()
-        return self._stream.reading(start, stop)
+        return self._stream.views_to_read(start, stop)
 
 
 def held(before) -> tuple[Registration, Content]:
@@ -67,7 +67,7 @@ def test_close_waits_for_the_chunk_in_hand_and_no_other_is_begun() -> None:
         registration, content = held(before)
         told, is_told = [], asyncio.Event()
         found = copies(registration, told, is_told)
-        found.copy_out(content)
+        found.copy_to_host(content)
         assert await asyncio.to_thread(reached.wait, DEADLINE_S)
         closing = asyncio.create_task(asyncio.to_thread(found.close))
         done, _ = await asyncio.wait([closing], timeout=0.2)
@@ -92,7 +92,7 @@ def test_an_error_that_nobody_thought_of_ends_the_copy_and_is_told(error: Except
     async def run() -> None:
         registration, content = held(before)
         told, is_told = [], asyncio.Event()
-        copies(registration, told, is_told).copy_out(content)
+        copies(registration, told, is_told).copy_to_host(content)
         async with asyncio.timeout(DEADLINE_S):
             await is_told.wait()
         assert isinstance(told[0], CopiedOut)
@@ -112,7 +112,7 @@ def test_a_copy_outlives_the_tensors_of_which_it_is_one() -> None:
         content.manifest = manifest
         told, is_told = [], asyncio.Event()
         found = copies(registration, told, is_told)
-        found.copy_out(content)
+        found.copy_to_host(content)
         async with asyncio.timeout(DEADLINE_S):
             await is_told.wait()
         assert told == [CopiedOut(Version(1))]
@@ -123,7 +123,7 @@ def test_a_copy_outlives_the_tensors_of_which_it_is_one() -> None:
         assert former() is None
         assert found.used_bytes == 8000
         copy = found.content(Version(1), manifest.root()).registration
-        with copy.stream.reading(0, 8000) as views:
+        with copy.stream.views_to_read(0, 8000) as views:
             assert b"".join(views) == expected
         is_told.clear()
         found.drop(Version(1))

@@ -59,7 +59,7 @@ class FakeRead:
         """As a transport does: write, let it be judged, then count it."""
         start, stop = chunk * CHUNK, (chunk + 1) * CHUNK
         self.sink.touch()
-        with self.sink.stream.writing(start, stop) as views:
+        with self.sink.stream.views_to_write(start, stop) as views:
             for view in views:
                 view[:] = data[start : start + view.nbytes]
                 start += view.nbytes

@@ -62,13 +62,13 @@ class Device:
         self.is_freed = False
         self.after_copy: Callable[[memoryview], object] = lambda view: None
 
-    def reading(self, start: int, stop: int) -> Any:
+    def views_to_read(self, start: int, stop: int) -> Any:
         self.through_ring += 1
         self._check(start)
         return contextlib.nullcontext([memoryview(bytearray(self._memory[start:stop]))])
 
     @contextlib.contextmanager
-    def writing(self, start: int, stop: int) -> Iterator[list[memoryview]]:
+    def views_to_write(self, start: int, stop: int) -> Iterator[list[memoryview]]:
         self.through_ring += 1
         room = bytearray(stop - start)
         yield [memoryview(room)]
@@ -182,7 +182,7 @@ class Worker:
         await asyncio.to_thread(self.pool._preparing.join, DEADLINE_S)
 
     async def copied_out(self) -> CopiedOut:
-        self.copies.copy_out(self.content)
+        self.copies.copy_to_host(self.content)
         return await self.event(CopiedOut)
 
     async def copied_in(self) -> CopiedIn:

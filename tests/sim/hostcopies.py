@@ -93,7 +93,7 @@ class HostCopies:
         else:
             self.process.later(COUNT_S, lambda: self._count(version, place))
 
-    def copy_out(self, version: Version) -> None:
+    def copy_to_host(self, version: Version) -> None:
         place = Place([0] * len(self.process.memory), None, is_filled=True)
         self.places[version] = place
         if self._fails():

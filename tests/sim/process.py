@@ -206,7 +206,7 @@ class Process:
                 self.opened = self.opened if self.opened != version else None
                 self.later(self.cluster.data.pace(self), lambda: self.tell(ServingStopped(version)))
             case CopyOut(version=version):
-                self.host.copy_out(version)
+                self.host.copy_to_host(version)
             case CopyIn(version=version):
                 self.host.copy_in(version)
             case DropCopy(version=version):

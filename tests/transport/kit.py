@@ -264,7 +264,7 @@ class Pieces:
         return not self.is_bare
 
     def share(self) -> Shared:
-        with self.reading(0, self.size_bytes):
+        with self.views_to_read(0, self.size_bytes):
             return stand_in.share(self.view)
 
     def open(self, body: bytes) -> stand_in.Opened:
@@ -280,24 +280,24 @@ class Pieces:
         return stand_in.pin_ring(address, size_bytes)
 
     def copy_to(self, target: stand_in.Part, start: int, stop: int, chunk_bytes: int) -> None:
-        with self.reading(start, stop):
+        with self.views_to_read(start, stop):
             stand_in.fill(target, self.view, start, stop)
 
     def copy_from(
         self, source: stand_in.Opened | stand_in.Part, start: int, stop: int, chunk_bytes: int, *, digests: bool
     ) -> bytes:
-        with self.writing(start, stop):
+        with self.views_to_write(start, stop):
             return stand_in.copy(source, self.view, start, stop, chunk_bytes, digests=digests)
 
     def digests_of(self, start: int, stop: int, chunk_bytes: int) -> bytes:
-        with self.reading(start, stop):
+        with self.views_to_read(start, stop):
             return stand_in.digests_of(self.view, start, stop, chunk_bytes)
 
     def land(self, *what: object, digests: bool) -> None:
         raise NotImplementedError("tensors of another layout belong to a registration (`tiles_kit.Landing`)")
 
     @contextmanager
-    def reading(self, start: int, stop: int) -> Iterator[Sequence[memoryview]]:
+    def views_to_read(self, start: int, stop: int) -> Iterator[Sequence[memoryview]]:
         with self._lock:
             self.inside += 1
         try:
@@ -306,11 +306,11 @@ class Pieces:
             with self._lock:
                 self.inside -= 1
 
-    writing = reading
+    views_to_write = views_to_read
 
     def ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
         """The same as (address, length)."""
-        with self.reading(start, stop) as views:
+        with self.views_to_read(start, stop) as views:
             return [(ctypes.addressof(ctypes.c_char.from_buffer(view)), len(view)) for view in views if len(view)]
 
     def addresses(self) -> Addresses:
@@ -333,10 +333,10 @@ class BlockedPieces(Pieces):
         self.release = threading.Event()
 
     @contextmanager
-    def reading(self, start: int, stop: int) -> Iterator[Sequence[memoryview]]:
+    def views_to_read(self, start: int, stop: int) -> Iterator[Sequence[memoryview]]:
         self.entered.set()
         assert self.release.wait(DEADLINE_S)
-        with super().reading(start, stop) as views:
+        with super().views_to_read(start, stop) as views:
             yield views
 
 
@@ -416,7 +416,7 @@ class Target:
     def take(self, chunks: range, digests: bytes | None) -> None:
         for at, chunk in enumerate(chunks):
             start = chunk * self.chunk_bytes
-            with self.stream.reading(start, min(start + self.chunk_bytes, self.stream.size_bytes)) as views:
+            with self.stream.views_to_read(start, min(start + self.chunk_bytes, self.stream.size_bytes)) as views:
                 self.accept(chunk, views)
             found = None if digests is None else digests[16 * at : 16 * (at + 1)]
             assert found in (None, self.digests[chunk]), "the device's digest is that of the bytes that came"

@@ -247,8 +247,8 @@ def test_a_target_without_lasting_addresses_is_filled_too(local: Local) -> None:
     class Staged:
         def __init__(self, memory: bytearray) -> None:
             self._pieces = kit.Pieces(memory, 1000)
-            self.size_bytes, self.writing = len(memory), self._pieces.writing
-            self.reading = self.writing
+            self.size_bytes, self.views_to_write = len(memory), self._pieces.views_to_write
+            self.views_to_read = self.views_to_write
 
         @property
         def inside(self) -> int:

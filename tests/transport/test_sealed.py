@@ -250,7 +250,7 @@ def test_what_is_whole_is_handed_over_for_good_and_can_be_handed_on(local: Local
         with pytest.raises(OSError, match="not permitted"):
             os.pwrite(one.descriptor, b"x", 0)
         with pytest.raises(OSError, match="not permitted"):
-            sealed.Mapping(one.descriptor, KEPT_BYTES, mmap.PROT_READ | mmap.PROT_WRITE)
+            sealed.MappedPages(one.descriptor, KEPT_BYTES, mmap.PROT_READ | mmap.PROT_WRITE)
     del memory, export, one
     second = kept_from(local, whole(first.memory))
     assert first.kept == second.kept == bytes(content(KEPT_BYTES))

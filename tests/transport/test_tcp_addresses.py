@@ -137,7 +137,7 @@ class Resolver:
 @pytest.fixture
 def resolver(nothing_left_behind: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Resolver]:
     found = Resolver()
-    monkeypatch.setattr(tcp_addresses, "_questions", {})
+    monkeypatch.setattr(tcp_addresses, "_lookups", {})
     monkeypatch.setattr(socket, "getaddrinfo", found)
     yield found
     found.may_answer.set()
@@ -191,13 +191,13 @@ def test_a_late_answer_serves_the_next_read_unless_it_is_old(
         error = read_all(reader, by_name(source), "k", Target(right, CHUNK))
         assert isinstance(error, SourceLost)
         assert f"within 0.05 s where {NAME} is" in str(error)
-    (question,) = tcp_addresses._questions.values()
+    (lookup,) = tcp_addresses._lookups.values()
     resolver.may_answer.set()
-    assert question.wait(DEADLINE_S, lambda: False)
+    assert lookup.wait(DEADLINE_S, lambda: False)
     if is_old:
         monkeypatch.setattr(tcp_addresses, "_KEPT_S", -1.0)
     kit.until(lambda: read_all(reader, by_name(source), "k", Target(right, CHUNK)) is None, "it is found")
-    assert is_old == (len(resolver.asked) > 1), "all of them have waited for one question"
+    assert is_old == (len(resolver.asked) > 1), "all of them have waited for one lookup"
 
 
 # -- several networks --------------------------------------------------------------------------------------------------

@@ -108,7 +108,7 @@ def test_what_lies_transposed_at_one_end(make: Make, shape: tuple[int, int], is_
     cuts = cuts_of(columns.publisher, columns.grid)
     across = across_for(columns.reader, columns.grid, sources_of(cuts))
     orders = [tile_sink._order for tile_sink in across.tile_sinks(sources_of(cuts))]
-    is_turned = any(order.scatter.first_turn[-1] for order in orders)
+    is_turned = any(order.scatter.first_reorder_row[-1] for order in orders)
     assert is_turned is not is_here, "for its digest what comes in another order is gone through in that of the tile"
     check_read(make(), make(), columns, cuts, batch_bytes=1 << 20)
 

@@ -131,7 +131,7 @@ def test_rows_are_what_their_definition_says(way: str) -> None:
         stop = chance.randint(start, len(expected))
         for piece_bytes in (0, 37):
             stream = kit.Pieces(RIGHT, piece_bytes)
-            with RowStream(stream, batches.rows).reading(start, stop) as views:
+            with RowStream(stream, batches.rows).views_to_read(start, stop) as views:
                 assert b"".join(views) == expected[start:stop], seed
         ranges = batches.rows.ranges(start, stop)
         assert b"".join(bytes(RIGHT[at : at + length]) for at, length in ranges) == expected[start:stop]

@@ -86,7 +86,7 @@ def exported(transport: Transport, key: str, shard: Shard, cut: TiledShard, prog
         copy_stream(tensors.stream, registration.stream, 1 << 20, lambda *_: None)
     if kit.is_on_device():
         memory = kit.memory(registration.size_bytes)
-        with registration.stream.reading(0, registration.size_bytes) as views:
+        with registration.stream.views_to_read(0, registration.size_bytes) as views:
             memory[:] = b"".join(views)
         registration = replace(registration, stream=kit.Pieces(memory))
     transport.export(Export(key, cut.encode(), CHUNK, registration.stream, progress))

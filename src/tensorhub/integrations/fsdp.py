@@ -66,7 +66,7 @@ def attach(
     rename: "Mapping[str, str] | Callable[[str], str | None] | None" = None,
     **options: Any,
 ) -> "Publisher":
-    """Register this rank's part of the module, and publish what it holds now, as `version` or the next free number.
+    """Register this rank's part of the module and publish its weights, as `version` or as the next free number.
 
     Where another replica holds a version of the model, the module is filled with the newest of those instead, unless
     `fill=False`. `Publisher.version` says which it is. `dtype` is what is published ("bfloat16"), where the optimizer

@@ -381,7 +381,7 @@ class Casts:
         self._run(is_over, self._fill, to_buffer=True)
 
     def give_back(self, is_over: Callable[[], bool] = lambda: False) -> None:
-        """The buffer into the masters, exactly. Blocks; raises as `fill` does."""
+        """The buffer into the masters, exactly. Blocks. Raises `UsageError` and `Closed`, as `fill` does."""
         assert not self.why_not_back, "a loss that was not refused"
         self._run(is_over, self._give_back, to_buffer=False)
 

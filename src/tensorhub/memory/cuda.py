@@ -263,7 +263,7 @@ class CudaStream(StagedStream):
         made = bytearray(found)
         for first in chunks.short if digests else ():
             at = (first - chunks.start) // chunks.chunk_bytes * DIGEST_BYTES
-            with self.reading(first, min(first + chunks.chunk_bytes, chunks.stop)) as views:
+            with self.views_to_read(first, min(first + chunks.chunk_bytes, chunks.stop)) as views:
                 made[at : at + DIGEST_BYTES] = digest(views)
         return bytes(made)
 

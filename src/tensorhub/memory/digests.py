@@ -152,7 +152,7 @@ def small_parts(registration: Registration, chunk_bytes: int, chunks: Collection
             start, end = max(first, chunk * chunk_bytes), min(stop, (chunk + 1) * chunk_bytes)
             is_shared = end - start < min(chunk_bytes, registration.size_bytes - chunk * chunk_bytes)
             if is_shared and end - start <= most and (chunks is None or chunk in chunks):
-                with suppress(Freed), stream.reading(start, end) as views:
+                with suppress(Freed), stream.views_to_read(start, end) as views:
                     found[spec.name, chunk] = digest(views)
     return found
 
@@ -241,7 +241,7 @@ class InPlaceDigests:
         found = self._of_device(chunk) if self.are_due(start, stop) else b""
         if found:
             return found
-        with self._stream.reading(start, stop) as views:
+        with self._stream.views_to_read(start, stop) as views:
             return digest(views)
 
     def _of_device(self, chunk: int) -> bytes:
@@ -282,7 +282,7 @@ def _each_digest(stream: ByteStream, chunk_bytes: int, gone: list[int], threads:
         if not hasattr(rooms, "mine"):
             rooms.mine = room_for(chunk_bytes)
         try:
-            with stream.reading(start, stop) as views:
+            with stream.views_to_read(start, stop) as views:
                 made = digest(parts(addresses_of(stream, views, start), start, stop, rooms.mine))
         except Freed as error:
             gone.append(error.at)

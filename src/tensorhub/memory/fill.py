@@ -176,7 +176,7 @@ class FillSink(Fill):
             self._check_chunk(chunk, digest(views) if self.is_checking else b"")
 
     def check_in_place(self, chunk: int) -> None:
-        """Judge an accepted chunk where it lies, if that is due. Raises as `accept`. Otherwise `stored` does it.
+        """Judge an accepted chunk where it lies, if that is due. Raises `CorruptTransfer`. Otherwise `stored` does it.
 
         Waits for the device.
         """
@@ -189,7 +189,7 @@ class FillSink(Fill):
         self._count(range(chunk, chunk + 1))
 
     def take(self, chunks: range, digests: bytes | None) -> None:
-        """Chunks that were put in place, with the digests that a device made of them meanwhile. Raises as `accept`.
+        """Count chunks that are in place. A device made the digests. Raises `CorruptTransfer` for a wrong one.
 
         Without digests they are checked where they lie.
         """

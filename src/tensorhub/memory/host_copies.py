@@ -413,14 +413,14 @@ class CopyStream(HostStream):
         owners = (owner for piece in self.pieces for owner in piece.owners)
         return any(isinstance(owner, Sealed) and owner.is_frozen for owner in owners)
 
-    def writing(self, start: int, stop: int) -> AbstractContextManager[Sequence[memoryview]]:
+    def views_to_write(self, start: int, stop: int) -> AbstractContextManager[Sequence[memoryview]]:
         """Raises `HostMemoryFull`."""
         self._footing.step(stop - start)
         for piece in self.pieces:  # one, or none; its memory begins with it
             for owner in piece.owners:
                 if isinstance(owner, Sealed):
                     owner.have_large_pages(start - start % AT_ONCE_BYTES, min(stop + -stop % AT_ONCE_BYTES, piece.stop))
-        return super().writing(start, stop)
+        return super().views_to_write(start, stop)
 
     def pin(self, registrar: Registrar, limit_bytes: int | None) -> str:
         """Let it be registered with CUDA from now on. Returns why it may not; empty where it may."""
@@ -442,7 +442,7 @@ class CopyStream(HostStream):
         """
         assert self._pinned is not None, "memory that may not be registered"
         for first, last in self._pinned.missing(start, stop):
-            with self.writing(first, last):
+            with self.views_to_write(first, last):
                 if not self._pinned.register(first, last):
                     return False
         return True
@@ -463,19 +463,19 @@ class Nowhere:
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
 
-    def reading(self, start: int, stop: int) -> AbstractContextManager[Sequence[memoryview]]:
+    def views_to_read(self, start: int, stop: int) -> AbstractContextManager[Sequence[memoryview]]:
         """Raises `InvariantViolation`."""
         raise InvariantViolation(f"bytes {start} to {stop} of tensors that have no memory now")
 
-    def writing(self, start: int, stop: int) -> AbstractContextManager[Sequence[memoryview]]:
+    def views_to_write(self, start: int, stop: int) -> AbstractContextManager[Sequence[memoryview]]:
         """Raises `InvariantViolation`."""
-        return self.reading(start, stop)
+        return self.views_to_read(start, stop)
 
 
 class SharedStream(HostStream):
     """Memory of another worker's copy."""
 
-    def writing(self, start: int, stop: int) -> AbstractContextManager[Sequence[memoryview]]:
+    def views_to_write(self, start: int, stop: int) -> AbstractContextManager[Sequence[memoryview]]:
         raise InvariantViolation("memory that other workers have too was to be written")
 
 
@@ -538,7 +538,7 @@ def copy_stream(
         if is_over():
             raise Closed("the copy was given up")
         start, stop = chunk * chunk_bytes, min((chunk + 1) * chunk_bytes, source.size_bytes)
-        with source.reading(start, stop) as theirs, target.writing(start, stop) as mine:
+        with source.views_to_read(start, stop) as theirs, target.views_to_write(start, stop) as mine:
             streams.copy(
                 streams.addresses_of(source, theirs, start), streams.addresses_of(target, mine, start), start, stop
             )
@@ -609,7 +609,7 @@ def offload(
             raise Freed(int(state.at))
         if status == shapes.CORRUPT:
             chunk = int(state.chunk)
-            with target.reading(*manifest.chunk_range(chunk)) as views:
+            with target.views_to_read(*manifest.chunk_range(chunk)) as views:
                 check(chunk, views)
             raise InvariantViolation(f"chunk {chunk} has two digests")
     return True
@@ -670,7 +670,7 @@ def check_filled(fill: FillSink, target: ByteStream, source: ByteStream) -> None
         rest.difference_update(run)
 
     def one(chunk: int) -> None:
-        with source.reading(*manifest.chunk_range(chunk)) as views:
+        with source.views_to_read(*manifest.chunk_range(chunk)) as views:
             fill.accept(chunk, views)
 
     in_parallel(one, sorted(rest), threads=_thread_count(), name="digest")

@@ -8,7 +8,7 @@ Rules:
 1. Tables for all batches are made once for a plan, a source and a target, and uploaded once for a read. A window is a
    range of their rows.
 2. Each tile lies at a multiple of 4 KiB of the landing memory, so that rows of aligned memory stay aligned.
-3. A tile that comes in another order (`Scatter.turns`) is copied once more, in its own order, and hashed there.
+3. A tile that comes in another order (`Scatter.reorder_rows`) is copied once more, in its own order, and hashed there.
 4. The device hashes tiles of `MIN_BYTES` and more. Shorter ones go to the host.
 5. All reads of a process share `MAX_BYTES`, tables and scratch memory included. Each takes half of it, for it is the
    faster the longer its windows are. Where less is left, it waits for `WAIT_S`. Then it takes what is left, and room
@@ -92,7 +92,7 @@ class Places:
         """The tables for all tiles."""
         tiles, first_tile = _ints(scatter.tiles), _ints(scatter.first_tile)
         padded = -(-np.diff(tiles) // GROUP_BYTES) * GROUP_BYTES
-        is_turned = np.diff(_ints(scatter.first_turn)) > 0
+        is_turned = np.diff(_ints(scatter.first_reorder_row)) > 0
         starts = starts_of(padded * (1 + is_turned))
         return cls(tiles, starts[:-1], starts[:-1] + padded * is_turned, first_tile, starts[first_tile])
 
@@ -370,7 +370,7 @@ def _gathers(places: Places, batches: Batches, source: Spans) -> Moves:
 
 def _turns(places: Places, scatter: Scatter) -> Moves:
     """Within the landing memory: tiles that have come in another order."""
-    turns, first_turn = _ints(scatter.turns).reshape(-1, len(THEIRS)), _ints(scatter.first_turn)
+    turns, first_turn = _ints(scatter.reorder_rows).reshape(-1, len(THEIRS)), _ints(scatter.first_reorder_row)
     tile = np.repeat(np.arange(len(places.at)), np.diff(first_turn))
     rows = _packed(len(turns), THEIRS, turns, TARGET)
     before = starts_of(_sizes(rows))

@@ -120,7 +120,7 @@ def bus_ways(stream: Any, pinned: int, bus: float, chunk_bytes: int) -> list[Way
             stream.copy_to_host(start, stop, pinned + start)
 
     def one(start: int) -> None:
-        with stream.reading(start, min(start + chunk_bytes, size_bytes)):
+        with stream.views_to_read(start, min(start + chunk_bytes, size_bytes)):
             pass
 
     def through_ring() -> None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..protocol.errors import LayoutMismatch, UsageError
-from ..protocol.manifest import Layout, TensorSpec, digest_of_boxed, shares_in_part
+from ..protocol.manifest import Layout, TensorSpec, digest_of_boxed, has_partial_overlaps
 from ..protocol.names import Digest
 from ..transport.base import ByteStream
 from .cast import Casts, cast
@@ -134,7 +134,7 @@ class Registration:
     @property
     def can_box(self) -> bool:
         """Without boxes, and `boxes={}` would do as well: its tensors share memory wholly, or not at all."""
-        return self.table is None and not shares_in_part(self.layout)
+        return self.table is None and not has_partial_overlaps(self.layout)
 
     def with_boxes(self) -> "Registration":
         """Registers this memory with `boxes={}`: each tensor is a whole one. Raises `UsageError` for too many."""

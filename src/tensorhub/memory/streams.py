@@ -103,16 +103,16 @@ class HostStream:
         """All of its memory, for transports that hand it to the kernel."""
         return self._table
 
-    def reading(self, start: int, stop: int) -> AbstractContextManager[Sequence[memoryview]]:
+    def views_to_read(self, start: int, stop: int) -> AbstractContextManager[Sequence[memoryview]]:
         """The registered memory itself: what is written to it during the block is seen in it."""
         return nullcontext(self.views(start, stop))
 
-    def writing(self, start: int, stop: int) -> AbstractContextManager[Sequence[memoryview]]:
+    def views_to_write(self, start: int, stop: int) -> AbstractContextManager[Sequence[memoryview]]:
         """The registered memory itself: a byte is in place as soon as it is written."""
         return nullcontext(self.views(start, stop))
 
     def took(self, size_bytes: int) -> None:
-        """Note bytes that were written without `writing`."""
+        """Note bytes that were written without `views_to_write`."""
 
     def views(self, start: int, stop: int) -> list[memoryview]:
         """Bytes [start, stop) of the stream, in order, none of them empty."""
@@ -336,8 +336,8 @@ def _missing(*_: object) -> int:
 # --- Device memory as a `ByteStream`: a block of it passes through a small ring of host memory.
 #
 # 1. A block takes all its slots at once, in order of arrival, and waits for them at most `wait_s`.
-# 2. `reading` copies to the host before the block begins. `writing` copies to the device when it ends, and nothing
-#    where the block raises.
+# 2. `views_to_read` copies to the host before the block begins. `views_to_write` copies to the device when it ends, and
+#    nothing where the block raises.
 # 3. Pieces on the host are handed out directly and take no slot.
 # 4. Several threads use one stream: each waits for its own copies only.
 
@@ -458,11 +458,11 @@ class StagedStream:
     def ring(self) -> StagingRing:
         return self._ring
 
-    def reading(self, start: int, stop: int) -> AbstractContextManager[Sequence[memoryview]]:
+    def views_to_read(self, start: int, stop: int) -> AbstractContextManager[Sequence[memoryview]]:
         """A copy of the bytes as they are when the block begins (host pieces: the memory itself)."""
         return self._block(start, stop, writes=False)
 
-    def writing(self, start: int, stop: int) -> AbstractContextManager[Sequence[memoryview]]:
+    def views_to_write(self, start: int, stop: int) -> AbstractContextManager[Sequence[memoryview]]:
         """Room whose every byte is to be written: what it holds before is not what the device holds."""
         return self._block(start, stop, writes=True)
 

@@ -285,7 +285,7 @@ def layout_difference(mine: Layout, theirs: Layout, *, here: str = "here", there
 def difference_hint(mine: Layout, theirs: Layout, *, shards: int = 1) -> str:
     """What makes `mine` able to hold what was published as `theirs`, both of them without boxes."""
     ours, others = ({spec.name: (spec.dtype, spec.shape) for spec in each.tensors} for each in (mine, theirs))
-    if ours == others and shares_in_part(mine):
+    if ours == others and has_partial_overlaps(mine):
         return "give each tensor of the reader memory of its own; only whole tensors may be tied"
     if ours == others:
         boxes = "boxes={}" if shards == 1 else "boxes={...}, which say what each shard has,"
@@ -294,7 +294,7 @@ def difference_hint(mine: Layout, theirs: Layout, *, shards: int = 1) -> str:
     return _names_said(mine, theirs, "here", "there")[1] or same
 
 
-def shares_in_part(layout: Layout) -> bool:
+def has_partial_overlaps(layout: Layout) -> bool:
     """Two of its tensors share some of their memory, and not all of it."""
     places = sorted({(spec.offset_bytes, spec.size_bytes) for spec in layout.tensors if spec.size_bytes})
     return any(start + size > following for (start, size), (following, _) in pairwise(places))

@@ -189,7 +189,7 @@ class ShardView(msgspec.Struct, frozen=True):
     boxes: int  # its place in `LayoutsView.boxes`
 
 
-class AnewView(msgspec.Struct, frozen=True):
+class ForgetView(msgspec.Struct, frozen=True):
     """What became of a model that is to be begun anew: why it cannot be, or what is waited for before it can."""
 
     is_begun: bool = False  # its numbers are forgotten

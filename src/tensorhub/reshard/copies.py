@@ -262,7 +262,7 @@ def hole_text(grid: Grid, missing: Ints) -> tuple[str, str]:
     kind = grid.kind[first : first + 1]
     places = [[int(grid.cut(kind, d, np.array([cell]))[0]) for d, cell in enumerate(cells)] for cells in (corner, stop)]
     at, end = (np.array(place) for place in places)
-    part = f"{grid.tensors[first].name!r}{BoxTable.part(grid.tensors[first], at, end - at)}"
+    part = f"{grid.tensors[first].name!r}{BoxTable.text_of_part(grid.tensors[first], at, end - at)}"
     others = len(np.unique(tensor)) - 1
     return part, f", nor parts of {others} other tensors" if others else ""
 

@@ -137,10 +137,10 @@ class BoxTable:
     def text(self, row: int) -> str:
         """A box in words: name and part."""
         tensor = self.tensors[self.tensor[row]]
-        return f"{tensor.name!r}{self.part(tensor, self.at[row], self.size[row])}"
+        return f"{tensor.name!r}{self.text_of_part(tensor, self.at[row], self.size[row])}"
 
     @staticmethod
-    def part(tensor: GlobalTensor, at: Ints, size: Ints) -> str:
+    def text_of_part(tensor: GlobalTensor, at: Ints, size: Ints) -> str:
         """Part of a tensor, without the dimensions that were filled up."""
         count = len(tensor.shape)
         return part_text(at[len(at) - count :].tolist(), size[len(size) - count :].tolist())
@@ -601,7 +601,7 @@ class Tiles:
     def text(self, tile: int) -> str:
         """A tile in words: name and part."""
         tensor = self.grid.tensors[tensor_of(self.grid, self.number[tile : tile + 1])[0]]
-        return f"{tensor.name!r}{BoxTable.part(tensor, self.start[tile], self.size[tile])}"
+        return f"{tensor.name!r}{BoxTable.text_of_part(tensor, self.start[tile], self.size[tile])}"
 
 
 def padded(columns: Ints, pad: int, value: int) -> Ints:

@@ -86,13 +86,13 @@ def copy_runs(stream: ByteStream, copies: Copies, room: Bytes) -> None:
 def _copy_runs(stream: ByteStream, places: Ints, run: int, targets: Ints) -> None:
     start, stop = int(np.min(places)), int(np.max(places)) + run
     if is_bare(stream) or stop - start <= BLOCK_BYTES:
-        with stream.reading(start, stop) as views:
+        with stream.views_to_read(start, stop) as views:
             base = addresses_of(stream, views, start).whole(start, stop)
             if base:
                 copy_pieces(_pairs(base + places - start, run), _pairs(targets, run), start)
                 return
     for at, target in zip(places.tolist(), targets.tolist(), strict=True):
-        with stream.reading(at, at + run) as views:
+        with stream.views_to_read(at, at + run) as views:
             copy(addresses_of(stream, views, at), Addresses.of_ranges([(target, run)], at), at, at + run)
 
 
@@ -127,11 +127,11 @@ def copy_boxes(
             first, last = part[0][0], part[-1][1]
             taken, given = (_box_pairs(each, part) if each is not None else None for each in tables)
             if taken is not None and given is not None:
-                with target.writing(first, last):
+                with target.views_to_write(first, last):
                     streams.copy_pieces(taken, given, first)
                 continue
             for start, stop in part:
-                with source.reading(start, stop) as theirs, target.writing(start, stop) as mine:
+                with source.views_to_read(start, stop) as theirs, target.views_to_write(start, stop) as mine:
                     there = streams.addresses_of(source, theirs, start)
                     streams.copy(there, streams.addresses_of(target, mine, start), start, stop)
 
@@ -403,7 +403,7 @@ def _near(stream: ByteStream, tiles: Tiles, room: Bytes) -> Bytes:
     library, copies = load.library(), _gathering(tiles)
     assert library is not None, "the mover hashes rows"
     first, last = copies.extent(SOURCE)
-    with stream.reading(first, last) as views:
+    with stream.views_to_read(first, last) as views:
         here = Addresses.of_ranges([(room.ctypes.data, last - first)], first)
         copy(addresses_of(stream, views, first), here, first, last)
     rows = copies.rows[:, THEIRS]
@@ -655,8 +655,8 @@ def _order(plan: Plan, fetches: Ints, source_bytes: int, stream: ByteStream, bat
         is_kept=(~is_near[first_tile[:-1]]).astype(np.uint8).tobytes(),
         keeps=words(keeps[order]),
         first_keep=words(np.searchsorted(kept[order], first_tile)),
-        turns=words(joined(turn[seen])),
-        first_turn=words(np.searchsorted(of[seen], np.arange(len(fetches) + 1))),
+        reorder_rows=words(joined(turn[seen])),
+        first_reorder_row=words(np.searchsorted(of[seen], np.arange(len(fetches) + 1))),
     )
     return Order(batches, scatter, fetches)
 

@@ -161,12 +161,12 @@ class TileSink:
         self._fill.touch()
 
     @contextmanager
-    def reading(self, start: int, stop: int) -> Iterator[Sequence[memoryview]]:
+    def views_to_read(self, start: int, stop: int) -> Iterator[Sequence[memoryview]]:
         raise InvariantViolation("a fill across layouts is read from")
         yield ()
 
     @contextmanager
-    def writing(self, start: int, stop: int) -> Iterator[Sequence[memoryview]]:
+    def views_to_write(self, start: int, stop: int) -> Iterator[Sequence[memoryview]]:
         """Memory of its own: `stored` puts a batch where it belongs."""
         yield [memoryview(bytearray(stop - start))]
 
@@ -176,8 +176,10 @@ class TileSink:
         if len(data) != self.batches.bounds[chunk + 1] - start:
             raise CorruptTransfer(f"a batch from {self.source.name} came with {len(data)} B")
         for tile in range(*scatter.first_tile[chunk : chunk + 2]):
-            rows = range(*scatter.first_turn[tile : tile + 2])
-            own = b"".join(_rows_in(data, *scatter.turns[ROW_WORDS * row : ROW_WORDS * (row + 1)]) for row in rows)
+            rows = range(*scatter.first_reorder_row[tile : tile + 2])
+            own = b"".join(
+                _rows_in(data, *scatter.reorder_rows[ROW_WORDS * row : ROW_WORDS * (row + 1)]) for row in rows
+            )
             found = xxhash.xxh3_128_digest(own or data[scatter.tiles[tile] - start : scatter.tiles[tile + 1] - start])
             if found != self._announced(tile):
                 raise self.wrong_tile(tile)
@@ -273,7 +275,10 @@ class Across(Fill):
         return self._missing
 
     def tile_sinks(self, sources: Sequence[Source]) -> list[TileSink]:
-        """Reads that bring all that is missing. Raises as `plan_reads` does. No other thread waits for the plan."""
+        """Reads that bring all that is missing. No other thread waits for the plan.
+
+        Raises `UsageError` (`LayoutMismatch`, `VersionConflict`) if the sources do not have it.
+        """
         with self._lock:
             self.check()
             mine = np.flatnonzero(self._is_missing)

@@ -14,7 +14,7 @@ from ..protocol.errors import UsageError
 from ..protocol.names import ModelName, ReplicaName, Shard, Version
 from ..protocol.status import ModelView, Status
 from ..server import Server
-from ..server.admission import begin_anew
+from ..server.admission import forget_numbers
 from ..server.calls import held_by, next_version
 from ..server.layouts import describe, living_layouts
 from .event_log import EventLog
@@ -245,7 +245,7 @@ class Answers:
         app.router.add_get("/v1/next_version", self._next_version)
         app.router.add_get("/v1/described", self._described)
         app.router.add_get("/v1/layouts", self._layouts)
-        app.router.add_delete("/v1/numbers", self._begin_anew)
+        app.router.add_delete("/v1/numbers", self._forget_numbers)
 
     async def _wait(self, request: web.Request) -> web.StreamResponse:
         """Answers when the version, or a newer one, exists."""
@@ -333,14 +333,14 @@ class Answers:
         found = living_layouts(self._machine.state, model, asker)
         return web.Response(body=msgspec.msgpack.encode(found), content_type="application/msgpack")
 
-    async def _begin_anew(self, request: web.Request) -> web.StreamResponse:
+    async def _forget_numbers(self, request: web.Request) -> web.StreamResponse:
         """Forget the numbers of a model."""
         self._authorise(request)
         try:
             model = _model(request)
         except KeyError as error:
             raise web.HTTPBadRequest(text=f"{error}\n") from error
-        found = begin_anew(self._machine.state, model)
+        found = forget_numbers(self._machine.state, model)
         self._settle()  # and writes it into the journal
         return web.Response(body=msgspec.json.encode(found), content_type="application/json")
 

@@ -208,8 +208,8 @@ class TrustedSink(ForwardingSink):
     ) -> None:
         """`is_only_opened`: the manifest is wanted, and no chunk. `shares`: and the source's memory if it can be had.
 
-        `on_touch` is called once, in a transport's thread, before the first byte is written. `on_opened` is called
-        there once the manifest of what is only opened is here.
+        `on_touch` is called once, in a transport's thread, before the first byte is written. The same thread calls
+        `on_opened` when the manifest has arrived, if the read fetches no chunks yet.
         """
         super().__init__(fill, Touch(lease, on_touch), is_cross_site=is_cross_site)
         self.is_only_opened = is_only_opened or shares
@@ -316,10 +316,10 @@ class Looking(Trusted):
         self.offer = offer
         return ()
 
-    def reading(self, start: int, stop: int) -> AbstractContextManager[Sequence[memoryview]]:
+    def views_to_read(self, start: int, stop: int) -> AbstractContextManager[Sequence[memoryview]]:
         return nullcontext(())
 
-    def writing(self, start: int, stop: int) -> AbstractContextManager[Sequence[memoryview]]:
+    def views_to_write(self, start: int, stop: int) -> AbstractContextManager[Sequence[memoryview]]:
         raise InvariantViolation("a look wrote something")
 
     def touch(self) -> None:

@@ -211,7 +211,7 @@ class HostCopies:
 
     # --- what the machine wants ---------------------------------------------------------------------------------------
 
-    def copy_out(self, held: Content, *, is_ahead: bool = False) -> None:
+    def copy_to_host(self, held: Content, *, is_ahead: bool = False) -> None:
         """Offload what the registered memory holds; or ahead of need."""
         manifest = held.manifest
         assert manifest is not None, "offload of what has no manifest"
@@ -301,7 +301,7 @@ class HostCopies:
             if self._is_closed.is_set():
                 raise Closed(f"{self.me} was closed")
             sink.check()
-            with ours.stream.reading(*manifest.chunk_range(chunk)) as views:
+            with ours.stream.views_to_read(*manifest.chunk_range(chunk)) as views:
                 fill.accept(chunk, views)
             sink.check()
             fill.stored(chunk)
@@ -376,7 +376,7 @@ class HostCopies:
             return offload(source, target, manifest, verify=self._verify == "full", check=check, is_over=is_over)
 
         def look(start: int, stop: int) -> None:
-            with target.reading(start, stop) as views:
+            with target.views_to_read(start, stop) as views:
                 check(start // manifest.chunk_bytes, views)
 
         return _is_dense(manifest, source) and copy_directly(

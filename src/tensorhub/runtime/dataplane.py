@@ -145,10 +145,10 @@ class DataPlane:
         self.forget_incoming()
         self.vacated, self.registration = None, registration
 
-    def copy_out(self, version: Version, *, is_ahead: bool) -> None:
+    def copy_to_host(self, version: Version, *, is_ahead: bool) -> None:
         assert self.content is not None, "offload of nothing"
         assert self.content.version == version, "offload of another version"
-        self.copies.copy_out(self.content, is_ahead=is_ahead)
+        self.copies.copy_to_host(self.content, is_ahead=is_ahead)
 
     def copy_in(self, version: Version) -> None:
         assert self.registration is not None, "filling without registered memory"

@@ -416,7 +416,7 @@ class Driver:
         }
 
     async def until(self, is_true: Callable[[], bool], deadline: float) -> bool:
-        """Wait until something is so of the machine, or the deadline; returns whether it is. Raises as `call` does."""
+        """Wait until something is so of the machine, or the deadline; returns whether it is. `Closed` as of `call`."""
         self._check_here()
         future: asyncio.Future[None] = self._loop.create_future()
         self._awaited[future] = is_true
@@ -524,7 +524,7 @@ class Driver:
             case StopServing(version=version):
                 self.data.stop_serving(version)
             case CopyOut(version=version, is_ahead=is_ahead):
-                self.data.copy_out(version, is_ahead=is_ahead)
+                self.data.copy_to_host(version, is_ahead=is_ahead)
             case CopyIn(version=version):
                 self.data.copy_in(version)
             case DropCopy(version=version):

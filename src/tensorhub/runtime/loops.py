@@ -189,7 +189,7 @@ TICK_S = 0.25  # between two looks at the progress of a call
 UNWIND_S = 1.0  # for what an interrupt cancels: it takes milliseconds where the loop gets to run
 
 
-class Tracked(selectors.DefaultSelector):
+class ForkSafeSelector(selectors.DefaultSelector):
     """A selector whose sockets no forked child keeps, nor itself, which the parent goes on to use."""
 
     def __init__(self) -> None:
@@ -217,7 +217,7 @@ class _Loop(asyncio.SelectorEventLoop):
 def inheritable_loop() -> asyncio.SelectorEventLoop:
     """An event loop that a forked child may inherit: it keeps none of its sockets open. Raises `Unavailable`."""
     with threads.named("it made an event loop"):
-        selector = Tracked()
+        selector = ForkSafeSelector()
         try:
             loop = _Loop(selector)
         except BaseException:
@@ -376,7 +376,7 @@ def wait_in(
 
 
 def warn_unreferenced(found: object, name: str) -> None:
-    """Called by a finaliser, after it has begun to close: a filter may turn the warning into an error."""
+    """Warn that it was not closed. Called once its closing has begun: a filter may turn the warning into an error."""
     text = f"{name} was not closed, and no reference to it is left: it is closed now; call close(), or use `with`"
     warnings.warn(text, ResourceWarning, stacklevel=3, source=found)
 

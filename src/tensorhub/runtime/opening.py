@@ -114,7 +114,7 @@ class Listening:
         self._lock = threading.Lock()
 
     def listen(self, host: str, probe_s: float) -> dict[str, Transport]:
-        """Called in a thread: makes the transports. Raises as `make_transport`."""
+        """Called in a thread: makes the transports. Raises `TransportMissing`, `Unavailable` or `UsageError`."""
         found = _listen(host, self._options, probe_s)
         with self._lock:
             self._found = found

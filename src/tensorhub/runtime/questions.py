@@ -33,7 +33,7 @@ from ..protocol.events import EventsView
 from ..protocol.manifest import Json, Layout, decode_layout, decode_manifest, decode_metadata
 from ..protocol.messages import Spec, parse_spec
 from ..protocol.names import Decoder, Digest, Undecodable, Version, WorkerId, decoded, is_tiled, plain, plain_number
-from ..protocol.status import AnewView, DescribedView, HeldView, LayoutsView, LayoutView, Status, TensorView
+from ..protocol.status import DescribedView, ForgetView, HeldView, LayoutsView, LayoutView, Status, TensorView
 from ..reshard.read import tied, whole_layout
 from ..transport.base import ByteStream, Sink
 from ..transport.ranges import Batches
@@ -100,7 +100,7 @@ class VersionExists(msgspec.Struct, frozen=True):
 _exists = msgspec.json.Decoder(VersionExists)
 _held = msgspec.json.Decoder(HeldView)
 _events = msgspec.json.Decoder(EventsView)
-_anew = msgspec.json.Decoder(AnewView)
+_forgotten = msgspec.json.Decoder(ForgetView)
 _layouts = msgspec.msgpack.Decoder(LayoutsView)
 _described = msgspec.msgpack.Decoder(DescribedView)
 
@@ -274,7 +274,7 @@ async def siblings(
     return found
 
 
-async def begin_anew(options: Options, model: str, deadline: float) -> None:
+async def forget_numbers(options: Options, model: str, deadline: float) -> None:
     """Have the server forget the numbers of a model that no worker holds a version of.
 
     Raises `VersionConflict` naming the holders, `VersionUnavailable` for an unknown model, `ServerUnreachable`,
@@ -282,7 +282,7 @@ async def begin_anew(options: Options, model: str, deadline: float) -> None:
     """
     asked, question, pause_s = _Asked(options, f"to begin {model} anew", deadline), {"model": model}, SIBLING_AGAIN_S
     while True:
-        found = await asked.until("/v1/numbers", question, _anew, lambda _: True, method="DELETE")
+        found = await asked.until("/v1/numbers", question, _forgotten, lambda _: True, method="DELETE")
         if found is None:
             raise _unreachable(options, asked.why)
         if found.failure is not None:

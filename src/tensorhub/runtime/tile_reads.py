@@ -84,7 +84,7 @@ def _tensors(offers: Iterable[Offer]) -> tuple[GlobalTensor, ...]:
 
 
 _log = logging.getLogger(__name__)
-OUR_OWN = (UsageError, HostMemoryFull)  # errors for which no source is to blame, and that no other one would mend
+LOCAL_ERRORS = (UsageError, HostMemoryFull)  # no source is to blame for them, and no other source would help
 TELL_EVERY_S = 0.05
 NO_ROOM_S = 1.0
 T = TypeVar("T")
@@ -326,7 +326,7 @@ class TileReading:
         elif isinstance(error, SessionLost):  # the lease is over, and no source is to blame
             self._end_soon()
         elif error is not None or is_lacking:
-            self._end_soon(error or SourceLost(text), None if isinstance(error, OUR_OWN) else one)
+            self._end_soon(error or SourceLost(text), None if isinstance(error, LOCAL_ERRORS) else one)
         else:
             self._advance()
 
@@ -498,7 +498,10 @@ class TilePlane:
     # --- what a read asks ---------------------------------------------------------------------------------------------
 
     async def derive(self, offers: Sequence[Offer], *, is_across: bool) -> TiledVersion:
-        """What the registered tensors will be once they are filled from these. Raises as `version_from`, `Covering`."""
+        """What the registered tensors will be once they are filled from these.
+
+        Raises `LayoutMismatch`, `VersionConflict` or `TransferError`.
+        """
         registration, chunk_bytes = self.data.registration, self.chunk_bytes
         assert registration is not None, "reading without registered memory"
         key = weakref.ref(registration), [offer.root for offer in offers]

@@ -16,7 +16,7 @@ from ..protocol.messages import (
     Report,
 )
 from ..protocol.names import NAME_RULE, ModelName, Number, Version, is_name
-from ..protocol.status import AnewView
+from ..protocol.status import ForgetView
 from . import state as facts
 from .groups import Replica
 from .journal import Anew, Writes
@@ -255,24 +255,24 @@ def _why_apart(state: State, replica: Replica) -> Failure | None:
 MAX_NAMED = 8  # workers, in an error
 
 
-def begin_anew(state: State, name: ModelName) -> AnewView:
+def forget_numbers(state: State, name: ModelName) -> ForgetView:
     """Forget the numbers of the model, or say why not."""
     model = state.models.get(name)
     if state.is_untold or (model is not None and model.is_listening):
-        return AnewView(awaited="the reference server has restarted, and listens who is there")
+        return ForgetView(awaited="the reference server has restarted, and listens who is there")
     if model is None:
         hint = f"there are: {', '.join(sorted(state.models)[:MAX_NAMED]) or 'none yet'}"
-        return AnewView(failure=Failure("version-unavailable", f"no model {name!r} is known", hint))
+        return ForgetView(failure=Failure("version-unavailable", f"no model {name!r} is known", hint))
     if (failure := _why_not_anew(state, model)) is not None:
-        return AnewView(failure=failure)
+        return ForgetView(failure=failure)
     forgotten = model.newest
-    model.begin_anew(state.next_number())
+    model.forget_numbers(state.next_number())
     state.journal.append(Anew(name, model.began))
     state.mark_everyone_dirty(model)
     if forgotten is not None:
         text = f"{name} is begun anew: its numbers up to {forgotten} are forgotten"
         state.events.append(events.Warned(model=name, what=text))
-    return AnewView(is_begun=True)
+    return ForgetView(is_begun=True)
 
 
 def _why_not_anew(state: State, model: Model) -> Failure | None:

@@ -26,10 +26,11 @@ from .versions import Model, VersionRecord
 # Rules:
 # - A worker counts that holds the version and does not withdraw it, or has a whole host copy. A closing one does not.
 # - For what a reliable worker gives up only reliable workers count.
-# - Workers have an order, by name among equals. Of those that leave a version together, and of host copies, one relies
-#   only on those before it.
-# - Of the established version one worker outside the publisher is the *keeper*, the first one in the order. The others
-#   rely on it, and it relies on none with its layout: what was published since may be lost with its publisher.
+# - Workers have an order, by name among equals. If several workers give up a version at once, each counts only on
+#   workers that come earlier in the order. The same holds for host copies.
+# - One worker outside the publisher is the *keeper* of the established version: the first one in the order. The others
+#   count on the keeper. The keeper counts on no worker with its layout, because a version that was published since may
+#   be lost with its publisher.
 # - Workers of another layout count if together they have all of the version.
 
 

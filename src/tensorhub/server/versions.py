@@ -170,7 +170,7 @@ class Model:
         """The version's record; where there is none, an empty one that is not kept."""
         return self.versions.get(version) or VersionRecord(version)
 
-    def begin_anew(self, number: Number) -> None:
+    def forget_numbers(self, number: Number) -> None:
         """Its numbers are forgotten. What has an epoch below that number does not count any more."""
         self.began = number
         self.versions, self._ascending, self.newest, self.newest_epoch = {}, [], None, Number(0)
@@ -362,7 +362,7 @@ class Model:
         return Glance(key, available, newest_established, outliving, anywhere, anywhere | outliving)
 
     def take_place(self, worker: WorkerId, site: str, host: str) -> None:
-        """Note that the worker holds the version now."""
+        """Note that the worker is at this site and on this host."""
         self.sites[site] += 1
         self.hosts.setdefault(host, {})[worker] = None
 

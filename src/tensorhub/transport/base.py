@@ -201,11 +201,11 @@ class ByteStream(Protocol):
     @property
     def size_bytes(self) -> int: ...
 
-    def reading(self, start: int, stop: int) -> AbstractContextManager[Sequence[memoryview]]:
+    def views_to_read(self, start: int, stop: int) -> AbstractContextManager[Sequence[memoryview]]:
         """Host views of bytes [start, stop) to send from; valid inside the block."""
         ...
 
-    def writing(self, start: int, stop: int) -> AbstractContextManager[Sequence[memoryview]]:
+    def views_to_write(self, start: int, stop: int) -> AbstractContextManager[Sequence[memoryview]]:
         """Host views of bytes [start, stop) to receive into; what was written is in place when the block ends."""
         ...
 
@@ -262,7 +262,7 @@ class Sink(Protocol):
         ...
 
     def stored(self, chunk: int) -> None:
-        """The accepted chunk is in place (its `writing` block has ended): it counts from now on.
+        """The accepted chunk is in place (its `views_to_write` block has ended): it counts from now on.
 
         Raises `CorruptTransfer` if it is not right where it lies.
         """

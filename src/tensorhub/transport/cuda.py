@@ -9,7 +9,7 @@ There are three ways, and a pair takes the first that both ends can:
              shared. A device with peer access to the source's opens it too.
     PINNED   The same with pinned memory of the host, for devices that cannot reach each other.
 
-What is said over a unix socket, after the greetings and the manifest:
+Messages over the unix socket, after the greetings and the manifest:
 
     source  SHARED   the seal, the id of the registration, and two ends of pipes: one that closes with the registration,
                      and one that the reader closes behind what it has opened, memory or ring

@@ -162,7 +162,7 @@ def gather(stream: ByteStream, ranges: Sequence[Range]) -> memoryview:
     """The bytes of the ranges, one after another."""
     data, at = memoryview(bytearray(sum(length for _, length in ranges))), 0
     for start, stop, inside in _spans(ranges):
-        with stream.reading(start, stop) as views:
+        with stream.views_to_read(start, stop) as views:
             block = views[0] if len(views) == 1 else memoryview(b"".join(views))
             for place, length in inside:
                 data[at : at + length] = block[place - start : place - start + length]
@@ -174,7 +174,7 @@ def scatter(stream: ByteStream, ranges: Sequence[Range], data: memoryview) -> No
     """Write the bytes to the ranges, in their order, and nothing beside them."""
     at = 0
     for place, length in ranges:
-        with stream.writing(place, place + length) as views:
+        with stream.views_to_write(place, place + length) as views:
             for view in views:
                 view[:] = data[at : at + len(view)]
                 at += len(view)
@@ -317,11 +317,11 @@ class RowStream:
         return self.rows.stop
 
     @contextmanager
-    def reading(self, start: int, stop: int) -> Iterator[Sequence[memoryview]]:
+    def views_to_read(self, start: int, stop: int) -> Iterator[Sequence[memoryview]]:
         yield [gather(self._stream, self.rows.ranges(start, stop))]
 
     @contextmanager
-    def writing(self, start: int, stop: int) -> Iterator[Sequence[memoryview]]:
+    def views_to_write(self, start: int, stop: int) -> Iterator[Sequence[memoryview]]:
         data = memoryview(bytearray(stop - start))
         yield [data]
         scatter(self._stream, self.rows.ranges(start, stop), data)
@@ -538,8 +538,8 @@ class Scatter:
     is_kept: bytes  # [batches] 1: it goes into scratch memory, is checked there, and parts of it are kept
     keeps: "array[int]"  # nine for each part: place in the batch and in `stream`, run, and two loops (`reshard`)
     first_keep: "array[int]"  # [batches + 1]
-    turns: "array[int]"  # rows of a batch that is kept: how a tile that comes in another order is gone through
-    first_turn: "array[int]"  # [tiles + 1]
+    reorder_rows: "array[int]"  # rows of a batch that is kept: how a tile that comes in another order is gone through
+    first_reorder_row: "array[int]"  # [tiles + 1]
 
 
 @runtime_checkable
@@ -560,7 +560,7 @@ class Piecewise(Protocol):
     """A sink that wants pieces. Its `stream` is the batches', its chunks are batches, `chunk_bytes` the largest.
 
     `begin` returns numbers of batches. `accept` checks each tile of one, and `stored` says that it is in place: also of
-    tiles that are kept in part, which `stream.writing` gives scratch memory for.
+    tiles that are kept in part, which `stream.views_to_write` gives scratch memory for.
     """
 
     @property

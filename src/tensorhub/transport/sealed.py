@@ -53,7 +53,7 @@ class Unmappable(Exception):
     """There is no such memory, or it is none that may be mapped."""
 
 
-class Mapping:
+class MappedPages:
     """Pages of a descriptor at an address of this process."""
 
     def __init__(self, descriptor: int, size_bytes: int, protection: int) -> None:
@@ -129,7 +129,7 @@ class Sealed:
                 undo.callback(os.close, descriptor)
                 fails = f"{size_bytes} B of a memfd cannot be mapped"
                 os.ftruncate(descriptor, size_bytes)
-                mapping = Mapping(descriptor, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
+                mapping = MappedPages(descriptor, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
                 undo.callback(mapping.close)
                 fails = "a memfd cannot be sealed"  # by a kernel before 5.1
                 fcntl.fcntl(descriptor, ADD_SEALS, SEALS)
@@ -235,7 +235,7 @@ class Foreign:
             if os.fstatvfs(descriptor).f_bsize != mmap.PAGESIZE:
                 raise Unmappable("its pages are of a kind that may be missing")  # hugetlbfs: SIGBUS where none is left
             protection = mmap.PROT_READ | mmap.PROT_WRITE if is_writable else mmap.PROT_READ
-            self._mapping = Mapping(descriptor, size_bytes, protection)
+            self._mapping = MappedPages(descriptor, size_bytes, protection)
         except OSError as error:
             raise Unmappable(os.strerror(error.errno or 0)) from error
         self._mapping.advise(size_bytes, DONTFORK)
@@ -266,7 +266,7 @@ _all: "weakref.WeakSet[Region]" = weakref.WeakSet()
 _adding = threading.Lock()
 
 
-def _know(region: Region, mapping: Mapping | Foreign) -> None:
+def _know(region: Region, mapping: MappedPages | Foreign) -> None:
     """Others can map it as long as it lives. Then it is given back."""
     ending = weakref.finalize(region, _give_back, mapping, region.descriptor, os.getpid())
     ending.atexit = False  # threads that move bytes may outlive the interpreter
@@ -361,7 +361,7 @@ def _moved(start: int, stop: int, regions: Sequence[tuple[int, int, int]]) -> in
     raise ValueError("bytes outside of what can be mapped")
 
 
-def _give_back(mapping: Mapping | Foreign, descriptor: int, owner: int) -> None:
+def _give_back(mapping: MappedPages | Foreign, descriptor: int, owner: int) -> None:
     if os.getpid() != owner:
         return  # a forked child: it has no such mapping, or keeps it; its descriptor is another file by now
     mapping.close()

@@ -197,7 +197,7 @@ class HostCopyRecords:
 
     # --- copied here --------------------------------------------------------------------------------------------------
 
-    def copy_out(self, buffer: Holding | Withdrawing) -> CopyOut | None:
+    def copy_to_host(self, buffer: Holding | Withdrawing) -> CopyOut | None:
         """Begin to offload, if that is ordered and fits."""
         is_busy = self.copying is not None or buffer.version in self.by_version or not self.room
         if is_busy or self.offload != buffer.version or self.error is not None:

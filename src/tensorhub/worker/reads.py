@@ -112,7 +112,7 @@ def is_ahead(worker: WorkerState) -> bool:
 
 
 def _withdraw_ahead(worker: WorkerState, call: Call) -> None:
-    """Ask for it with the call, if that may bring another version. Not for long: a shard may not have come."""
+    """Withdraw with the call if it may bring another version. Not for long: another shard may never call."""
     if worker.now >= call.impatient_at or not _may_bring_another(worker, call):
         hold_on(worker)
     elif isinstance(worker.buffer, Holding) and call.number is not None:
@@ -120,7 +120,7 @@ def _withdraw_ahead(worker: WorkerState, call: Call) -> None:
 
 
 def _may_bring_another(worker: WorkerState, call: Call) -> bool:
-    """An update to a version that is newer than what is held, or may be."""
+    """The call is an update, and its version is newer than the held one, or not known yet."""
     held = worker.memory.held
     if call.verb != "update" or held is None:
         return False
@@ -158,7 +158,7 @@ def advance_copies(worker: WorkerState) -> None:
     step: Effect | None = None
     buffer, copies = worker.buffer, worker.copies
     if isinstance(buffer, Holding | Withdrawing) and not worker.memory.is_stopping:
-        step = copies.copy_out(buffer)
+        step = copies.copy_to_host(buffer)
     elif isinstance(buffer, Filling) and not worker.slot.is_into_buffer:
         if worker.is_untouched:
             step = copies.copy_in(buffer.version)

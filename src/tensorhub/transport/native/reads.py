@@ -43,7 +43,7 @@ def goal_of_batches(terms: Terms, batches: Batches) -> Goal | None:
     spans = zip(pairwise(batches.bounds), scatter.is_kept, strict=True)
     scratch_bytes = max((stop - start for (start, stop), is_kept in spans if is_kept), default=0)
     ours, keeps = placed(scatter.ours, scatter.stream), _placed_keeps(scatter.keeps, scatter.stream, scratch_bytes)
-    if ours is None or keeps is None or not _are_within(scatter.turns, scratch_bytes):
+    if ours is None or keeps is None or not _are_within(scatter.reorder_rows, scratch_bytes):
         return None
     both = zip(batches.flags, scatter.is_kept, strict=True)
     flags = bytes(flag | shapes.IS_KEPT if is_kept else flag for flag, is_kept in both)
@@ -56,8 +56,8 @@ def goal_of_batches(terms: Terms, batches: Batches) -> Goal | None:
         tiles=scatter.tiles.buffer_info()[0],
         first_keep=scatter.first_keep.buffer_info()[0],
         keeps=keeps.buffer_info()[0],
-        first_turn=scatter.first_turn.buffer_info()[0],
-        turns=scatter.turns.buffer_info()[0],
+        first_turn=scatter.first_reorder_row.buffer_info()[0],
+        turns=scatter.reorder_rows.buffer_info()[0],
     )
     return Goal(
         table=ours.table,
@@ -76,12 +76,14 @@ def _fits(scatter: Scatter, batches: Batches) -> bool:
     count, tiles = len(batches), scatter.tiles
     if {len(scatter.first_tile), len(scatter.first_keep)} != {count + 1} or len(scatter.is_kept) != count or not tiles:
         return False
-    numbers = (scatter.first_tile, scatter.first_keep, scatter.first_turn, tiles)
+    numbers = (scatter.first_tile, scatter.first_keep, scatter.first_reorder_row, tiles)
     if not all(all(map(le, row, row[1:])) for row in numbers):
         return False
     if scatter.first_tile[-1] != len(tiles) - 1 or scatter.first_keep[-1] * KEEP_WORDS != len(scatter.keeps):
         return False
-    if len(scatter.first_turn) != len(tiles) or scatter.first_turn[-1] * ROW_WORDS != len(scatter.turns):
+    if len(scatter.first_reorder_row) != len(tiles) or scatter.first_reorder_row[-1] * ROW_WORDS != len(
+        scatter.reorder_rows
+    ):
         return False
     if not all(tiles[tile] == at for tile, at in zip(scatter.first_tile, batches.bounds, strict=True)):
         return False

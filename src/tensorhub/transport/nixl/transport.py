@@ -461,7 +461,7 @@ class NixlStream(AnnouncedStream):
             job.count_received(stop - start)
             sink.take(range(chunk, chunk + 1), None)
         else:  # what the sink looks at is a copy
-            with sink.stream.reading(start, stop) as views:
+            with sink.stream.views_to_read(start, stop) as views:
                 job.count_received(stop - start)
                 sink.accept(chunk, views)
             sink.stored(chunk)
@@ -592,7 +592,7 @@ class NixlTiles(AnnouncedTiles, NixlStream):
         self.await_chunk(chunk, stop - start)
         landing = self._fetched(start, stop)
         sink.touch()
-        with sink.stream.writing(start, stop) as views:
+        with sink.stream.views_to_write(start, stop) as views:
             landing.put(views)
             job.count_received(stop - start)
             sink.accept(chunk, views)

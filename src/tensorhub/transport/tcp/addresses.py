@@ -227,7 +227,7 @@ _KEPT_S = 15.0  # the next try comes within seconds; a resolver that asks its se
 Found = list[tuple[Any, ...]]  # what `getaddrinfo` gives
 
 
-class Question:
+class Lookup:
     """One name that is being looked up."""
 
     def __init__(self, address: Address) -> None:
@@ -261,64 +261,64 @@ class Question:
 
 
 class Asking:
-    """One stream that waits for an answer, as its job knows it beside those that wait in a socket."""
+    """A stream that waits for a lookup. Its job can cut it, like the streams that wait in a socket."""
 
     all_heard_bytes = 0
 
-    def __init__(self, question: Question) -> None:
-        self.cut = question.wake
+    def __init__(self, lookup: Lookup) -> None:
+        self.cut = lookup.wake
 
 
 _lock = threading.Lock()
-_questions: dict[Address, Question] = {}  # under way, or answered too late
+_lookups: dict[Address, Lookup] = {}  # under way, or answered too late
 
 
 def look_up(job: "Job", address: Address, within_s: float) -> Found:
     """What `getaddrinfo` says. Raises `Vanished` if that is nothing, or not said in time, or the read is over."""
-    question = _asked(address)
-    asking = Asking(question)
+    lookup = _lookup_of(address)
+    asking = Asking(lookup)
     job.enter(asking)
     try:
-        is_answered = question.wait(within_s, lambda: job.is_over)
+        is_answered = lookup.wait(within_s, lambda: job.is_over)
     finally:
         job.leave(asking)
     if not is_answered:
         why = "the read is over" if job.is_over else f"no answer within {within_s:g} s where {address[0]} is"
         raise Vanished(f"cannot find the host: {why}")
     with _lock:
-        if _questions.get(address) is question:
-            del _questions[address]
-    if question.found is None:
-        raise Vanished(f"cannot find the host: {question.why_not}")
-    return question.found
+        if _lookups.get(address) is lookup:
+            del _lookups[address]
+    if lookup.found is None:
+        raise Vanished(f"cannot find the host: {lookup.why_not}")
+    return lookup.found
 
 
-def _asked(address: Address) -> Question:
-    """The question that is under way, or was answered too late; or a new one. Numbers are answered at once."""
+def _lookup_of(address: Address) -> Lookup:
+    """The lookup of this name that is under way, or was answered too late; else a new one. A number needs no answer."""
     if _ip(address[0]) is not None:
-        question = Question(address)
-        question.ask()
-        return question
+        lookup = Lookup(address)
+        lookup.ask()
+        return lookup
     with _lock:
-        for known, question in list(_questions.items()):
-            at = question.answered_at
-            if at is not None and (question.found is None or at + _KEPT_S < time.monotonic()):
-                del _questions[known]
-        if address in _questions:
-            return _questions[address]
-        question = _questions[address] = Question(address)
+        for known, lookup in list(_lookups.items()):
+            at = lookup.answered_at
+            if at is not None and (lookup.found is None or at + _KEPT_S < time.monotonic()):
+                del _lookups[known]
+        if address in _lookups:
+            return _lookups[address]
+        lookup = _lookups[address] = Lookup(address)
     try:
-        start(Thread(question.ask, name="tensorhub-find-host"))
+        start(Thread(lookup.ask, name="tensorhub-find-host"))
     except Unavailable:
-        question.ask()  # at a limit on threads this one has to
-    return question
+        lookup.ask()  # at a limit on threads this one has to
+    return lookup
 
 
 def _forget() -> None:
-    """Called in a forked child: forget the questions, because no resolver thread runs here."""
+    """Called in a forked child: forget the lookups, because no resolver thread runs here."""
     global _lock
     _lock = threading.Lock()
-    _questions.clear()
+    _lookups.clear()
 
 
 os.register_at_fork(after_in_child=_forget)

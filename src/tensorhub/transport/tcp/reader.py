@@ -473,7 +473,7 @@ class Stream:
         sink = self.job.sink
         if isinstance(sink, Piecewise):
             raise sink.wrong_tile(tile)
-        with sink.stream.writing(*self.job.span(chunk)) as views:
+        with sink.stream.views_to_write(*self.job.span(chunk)) as views:
             sink.accept(chunk, views)
         raise CorruptTransfer(f"chunk {chunk} was wrong when it came, and was changed since")
 
@@ -532,7 +532,7 @@ class Stream:
         self.await_chunk(chunk, stop - start)
         sink.touch()
         try:
-            with sink.stream.writing(start, stop) as views:
+            with sink.stream.views_to_write(start, stop) as views:
                 self.receive_bytes(start, stop, views)
                 self.taken(stop - start)
                 job.count_received(stop - start)

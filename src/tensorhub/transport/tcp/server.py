@@ -367,7 +367,7 @@ class TcpServer:
         export = served.export
         first = start * export.chunk_bytes
         last = min(first + export.chunk_bytes, export.stream.size_bytes)
-        with export.stream.reading(first, last) as views:
+        with export.stream.views_to_read(first, last) as views:
             if isinstance(export.stream, Scarce):
                 header = tcp_wire.HEADER.pack(tcp_wire.CHUNK, last - first, start)
                 late = bounded_send(wire.sock, [header, *views], export.stream.hold_s)
@@ -710,7 +710,7 @@ class TcpServer:
         step = min(MAX_BYTES, shortest * MAX_RUNS)
         wire.send_header(tcp_wire.CHUNK, batch, stop - start)
         for first in range(start, stop, step):
-            with stream.reading(first, min(stop, first + step)) as views:
+            with stream.views_to_read(first, min(stop, first + step)) as views:
                 wire.send(views)
         if not self.is_announcing:  # else the reader says what it has read, this too
             self.count_sent(served, stop - start)
