@@ -105,12 +105,17 @@ class Rollout:
 
     def update(self, *, timeout_s: float = TRY_S) -> None:
         """Get the newest policy, or keep the one there is if that cannot be had now. Returns only with one to run."""
+        before = self.weights.version
         while True:
             try:
                 version = self.weights.update("latest", timeout_s=timeout_s)
             except RETRYABLE as error:
+                held = self.weights.version
+                if held is not None and held != before:  # all of it had come, and the server could not be told in time
+                    self.tell_updated(held)
+                    return
                 self.tell_kept(error)
-                if self.weights.version is not None:
+                if held is not None:
                     return
                 time.sleep(RETRY_S)
             else:
