@@ -27,11 +27,11 @@ help: ## show this list
 setup: ## make .venv and install everything into it (the other targets do it by themselves)
 	@PYTHON='$(PYTHON)' tools/setup
 
-demo: setup ## the main job: a real RL run on this machine, with faults, in the terminal; ends in a report
-	@echo "demo: a trainer, three rollouts and a reference server learn a task while parts of it are killed"
+demo: setup ## a real RL run on this machine, with faults; ends in a report (ARGS="--large": 1 GiB to eight rollouts)
+	@echo "demo: a trainer, rollouts and a reference server on this machine; some of them are killed"
 	@$(BIN)/python -m bench.demo $(ARGS)
 
-demo-vllm: ## the main job with vLLM and FSDP2, on the CPU: minutes, and gigabytes the first time
+demo-vllm: ## the demo with vLLM and FSDP2, on the CPU: minutes, and gigabytes the first time
 	@echo "demo-vllm: .envs/vllm first, with vLLM for the CPU (once: minutes, and gigabytes of disk), then the run"
 	@PYTHON='$(PYTHON)' tools/env vllm
 	@.envs/vllm/bin/python -m bench.demo --engine vllm $(ARGS)

@@ -128,6 +128,11 @@ class Actor:
         for array in self.arrays.values():
             array[:8] = np.frombuffer(seed.to_bytes(8, "little"), dtype=np.uint8)
 
+    def step(self) -> None:
+        """A step of training that changes every byte."""
+        for array in self.arrays.values():
+            array += 1
+
     def digest(self, start: int = 0, stop: int | None = None) -> str:
         """Of each tensor, or of those bytes of each."""
         hasher = xxhash.xxh3_128()
@@ -326,41 +331,43 @@ class Actor:
         self.weights.pop(name).close(timeout=20)
 
     def look(self, name: str = "") -> dict[str, object]:
+        """`share`: of a fill under way."""
         weights = self.weights[name]
-        return {"version": weights.version, "statistics": weights.statistics()}
+        found = weights.progress
+        share = found.done_bytes / found.total_bytes if found is not None else None
+        return {"version": weights.version, "statistics": weights.statistics(), "share": share}
 
-    def follow(
-        self, name: str = "", within_s: float = 60.0, until: float = 2.0, **arguments: object
-    ) -> dict[str, object]:
-        """Replicate, and note when bytes of each source were first and last seen to come (2 ms)."""
-        weights, seen, is_over = self.weights[name], {}, threading.Event()
-        self.is_under_way = is_over
+    def follow(self, name: str = "", every_s: float = 0.002, **arguments: object) -> dict[str, object]:
+        """Replicate, and note the bytes of each source as they come: when, of which source, how many so far."""
+        weights, before, is_over = self.weights[name], _by_source(self.weights[name]), threading.Event()
+        samples: list[tuple[float, str, int]] = []
 
         def watch() -> None:
-            counts: dict[str, int] = {}
-            while not is_over.wait(0.002):
+            counts, is_last = before, False
+            while not is_last:
+                is_last = is_over.wait(every_s)
                 now, found = time.monotonic(), _by_source(weights)
                 for source, size_bytes in found.items():
                     if size_bytes > counts.get(source, 0):
-                        seen.setdefault(source, [now, now])[1] = now
+                        samples.append((now, source, size_bytes - before.get(source, 0)))
                 counts = found
 
         watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
         try:
-            timed = self._timed(lambda: weights.replicate(timeout=within_s))
+            timed = self._timed(lambda: weights.replicate(**arguments))  # type: ignore[arg-type]
         finally:
             is_over.set()
             watcher.join()
-        return {**timed, "seen": seen, "bytes_by_source": _by_source(weights)}
+        return {**timed, "samples": samples}
 
-    def await_progress(self, share: float, name: str = "", within_s: float = 60.0) -> float:
-        """Wait until so much of the fill is in place. Returns when that was."""
+    def await_progress(self, share: float, name: str = "", within_s: float = 60.0) -> str:
+        """Wait until so much of the fill is in place. Returns the source, or nothing between two."""
         deadline = time.monotonic() + within_s
         while time.monotonic() < deadline:
             found = self.weights[name].progress
             if found is not None and found.done_bytes >= share * found.total_bytes:
-                return time.monotonic()
+                return found.source
             time.sleep(0.001)
         raise TimeoutError(f"not {share:.0%} in place within {within_s} s")
 

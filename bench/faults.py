@@ -95,7 +95,7 @@ def _one(links: Links, size_bytes: int, share: float | None, how: str) -> dict[s
         holder.do("call", verb="replicate", spec=1, timeout=100)
         lab.open(reader, "reader")
         before = reader.do("arrived_bytes")
-        following = reader.ask("follow")
+        following = reader.ask("follow", timeout=60)
         lost_at, lost = 0.0, ""
         if share is not None:
             reader.do("await_progress", share=share)
@@ -110,7 +110,7 @@ def _one(links: Links, size_bytes: int, share: float | None, how: str) -> dict[s
         if reader.do("digest") != lab.right:
             raise Failed("the bytes that came are not those that were published")
         arrived = reader.do("arrived_bytes") - before
-        others = [times[0] for source, times in found["seen"].items() if source != lost]
+        others = [when for when, source, _ in found["samples"] if source != lost]
         switched = min(others, default=lost_at) - lost_at if lost else 0.0
         return {"seconds": found["seconds"], "arrived_bytes": float(arrived), "switched_s": switched}
 

@@ -107,7 +107,7 @@ def _read(reader: Child, firsts: list[Child], size_bytes: int, share: float | No
     """`firsts` have the first half. At that share the one of them that sends it is killed."""
     sent = [_sent(child) for child in firsts]
     before = reader.do("arrived_bytes")
-    following = reader.ask("follow")
+    following = reader.ask("follow", timeout=60)
     if share is not None:
         reader.do("await_received", size_bytes=int(share * size_bytes))
         sending = [child for child, sent_before in zip(firsts, sent, strict=True) if _sent(child) > sent_before]

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tensorhub.runtime.config import ACCESS_VARIABLES, worker_options
 
@@ -103,7 +104,7 @@ class Pending:
         self._answer = answer
         self._event.set()
 
-    def result(self):  # type: ignore[no-untyped-def]
+    def result(self) -> Any:
         """What the command gave. Raises `Failed`."""
         if not self._event.wait(self._patience_s):
             raise Failed(f"{self._child.name}: {self._what} has not ended within {self._patience_s:.0f} s")
@@ -170,7 +171,7 @@ class Child(Process):
             self.popen.stdin.flush()
         return pending
 
-    def do(self, do: str, *, patience_s: float = PATIENCE_S, **arguments: object):  # type: ignore[no-untyped-def]
+    def do(self, do: str, *, patience_s: float = PATIENCE_S, **arguments: object) -> Any:
         """Send a command and wait for what it gives."""
         return self.ask(do, patience_s=patience_s, **arguments).result()
 

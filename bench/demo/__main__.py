@@ -26,12 +26,16 @@ def demo(
         int | None, typer.Option(help="Training steps; with much fewer it does not learn enough.", show_default="100")
     ] = None,
     rollouts: Annotated[
-        int | None, typer.Option(help="Rollout replicas at the start.", show_default="3; engines: 2")
+        int | None, typer.Option(help="Rollout replicas at the start.", show_default="3; engines: 2; large: 8")
     ] = None,
     engine: Annotated[
         str, typer.Option(help='"vllm": vLLM generates and FSDP2 trains, on the CPU (make demo-vllm).')
     ] = "",
     seed: Annotated[int | None, typer.Option(help="Of the policy and of what it is asked.", show_default="0")] = None,
+    large: Annotated[
+        bool, typer.Option("--large", help="Instead: a model of 1 GiB, 8 rollouts, and a source that is killed.")
+    ] = False,
+    size: Annotated[int | None, typer.Option(help="With --large: MiB of the model.", show_default="1024")] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for the report.", show_default="out/demo, out/demo-vllm")
     ] = None,
@@ -50,10 +54,16 @@ def demo(
     missing = [name for name in needs if find_spec(name) is None]
     if missing:
         raise TensorHubError(f"the demo needs {' and '.join(missing)}", hint=hint)
+    from .large import LargeOptions, run_large
     from .orchestrate import run_demo, usual
 
-    given = {"steps": steps, "rollouts": rollouts, "seed": seed, "out": out}
+    given = {"steps": steps, "rollouts": rollouts, "seed": seed, "size_mib": size, "out": out}
     chosen = {name: value for name, value in given.items() if value is not None}
+    foreign = {"steps", "seed"} if large else {"size_mib"}
+    if foreign & chosen.keys() or (large and (engine or not updates)):
+        raise TensorHubError("--large goes with --size, --rollouts and --out, and --size with nothing else")
+    if large:
+        raise typer.Exit(run_large(LargeOptions(**chosen)))  # type: ignore[arg-type]
     raise typer.Exit(run_demo(replace(usual(engine), updates=updates, **chosen)))  # type: ignore[arg-type]
 
 

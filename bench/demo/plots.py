@@ -38,13 +38,11 @@ class _Plots:
         self._events = events
         self._summary = summary
         self._began = events[0].time if events else 0.0
-        names = [rollout.name for rollout in summary.rollouts]
-        self._colours = {name: ROLLOUT_COLOURS[i % len(ROLLOUT_COLOURS)] for i, name in enumerate(names)}
-        self._colours[TRAINER] = TRAINER_COLOUR
+        self._colours = colours_of([rollout.name for rollout in summary.rollouts])
 
     def reward(self) -> str:
         """Each batch of each rollout as a point, the trainer's steps as a line."""
-        figure, axes = _axes("share of right answers")
+        figure, axes = blank_axes("share of right answers")
         for name in self._names():
             mine = self._of(Generated, name)
             axes.plot(
@@ -56,11 +54,11 @@ class _Plots:
         axes.plot(self._times(trained), means, c=TRAINER_COLOUR, lw=1.6, label=f"mean of {MEAN_OVER} steps")
         axes.set_ylim(-0.03, 1.03)
         self._mark_faults(axes)
-        return _svg(figure, axes)
+        return as_svg(figure, axes)
 
     def versions(self) -> str:
         """What the trainer has published and what each rollout holds, over time."""
-        figure, axes = _axes("version")
+        figure, axes = blank_axes("version")
         published = self._all(Published)
         axes.step(
             self._times(published),
@@ -77,11 +75,11 @@ class _Plots:
             if any(isinstance(e, Fault) and e.process == name and e.what == "killed" for e in self._events) and mine:
                 axes.plot(self._times(mine[-1:]), [mine[-1].version], "X", c=colour, ms=8)
         self._mark_faults(axes)
-        return _svg(figure, axes)
+        return as_svg(figure, axes)
 
     def stall(self) -> str:
         """Milliseconds of each update; a cross is an update that failed for now."""
-        figure, axes = _axes("stall, ms")
+        figure, axes = blank_axes("stall, ms")
         for name in self._names():
             mine = [event for event in self._of(Updated, name) if not event.is_first]
             axes.plot(self._times(mine), [1000 * e.stall_s for e in mine], ".", ms=4, c=self._colours[name], label=name)
@@ -93,30 +91,23 @@ class _Plots:
         )
         axes.set_yscale("log")
         self._mark_faults(axes)
-        return _svg(figure, axes)
+        return as_svg(figure, axes)
 
     def bytes_by_source(self) -> str:
         """What each rollout received over its life, from whom; the late joiner's first fill has a bar of its own."""
-        figure, axes = _axes("", xlabel="MiB received")
+        figure, axes = blank_axes("", xlabel="MiB received")
         bars = [(rollout.name, rollout.bytes_by_source) for rollout in self._summary.rollouts]
         bars += [
             (f"{rollout.name}, to join", rollout.first_bytes_by_source)
             for rollout in self._summary.rollouts
             if rollout.fate == "joined late"
         ]
-        left = [0.0] * len(bars)
-        for source in [TRAINER, *self._names()]:
-            widths = [by_source.get(source, 0) / MIB for _, by_source in bars]
-            if any(widths):
-                colour = self._colours[source]
-                axes.barh([name for name, _ in bars], widths, left=left, color=colour, label=f"from {source}")
-            left = [start + width for start, width in zip(left, widths, strict=True)]
-        axes.invert_yaxis()
-        return _svg(figure, axes)
+        draw_sources(axes, bars, self._colours)
+        return as_svg(figure, axes)
 
     def samples(self) -> str:
         """How many samples each version has given, and on whom it ran."""
-        figure, axes = _axes("samples", xlabel="version")
+        figure, axes = blank_axes("samples", xlabel="version")
         below: dict[int, int] = {}
         for name in self._names():
             mine: dict[int, int] = {}
@@ -126,7 +117,7 @@ class _Plots:
             axes.bar(list(mine), list(mine.values()), bottom=bottom, width=1.0, color=self._colours[name], label=name)
             for version, count in mine.items():
                 below[version] = below.get(version, 0) + count
-        return _svg(figure, axes)
+        return as_svg(figure, axes)
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -143,13 +134,17 @@ class _Plots:
         return [event.time - self._began for event in events]
 
     def _mark_faults(self, axes: Axes) -> None:
-        inside = axes.get_xaxis_transform()  # seconds across, share of the height upwards
         for fault in self._summary.faults:
             side = "left" if fault.what == "restarted" else "right"  # it follows its "killed" closely
-            words = f" {fault.process} {fault.what} "
-            axes.axvline(fault.seconds, color=FAULT_COLOUR, lw=0.8, ls="--", zorder=0)
-            text = axes.text(fault.seconds, 1.0, words, transform=inside, rotation=90, va="top", ha=side)
-            text.set(fontsize=7, color=FAULT_COLOUR)
+            mark(axes, fault.seconds, f"{fault.process} {fault.what}", side)
+
+
+def mark(axes: Axes, seconds: float, words: str, side: str = "right") -> None:
+    """A fault, as a line with its name."""
+    inside = axes.get_xaxis_transform()  # seconds across, share of the height upwards
+    axes.axvline(seconds, color=FAULT_COLOUR, lw=0.8, ls="--", zorder=0)
+    text = axes.text(seconds, 1.0, f" {words} ", transform=inside, rotation=90, va="top", ha=side)
+    text.set(fontsize=7, color=FAULT_COLOUR)
 
 
 def centred_means(values: Sequence[float], reach: int) -> list[float]:
@@ -158,7 +153,25 @@ def centred_means(values: Sequence[float], reach: int) -> list[float]:
     return [fmean(values[i - each : i + each + 1]) for i, each in enumerate(reaches)]
 
 
-def _axes(ylabel: str, *, xlabel: str = "seconds") -> tuple[Figure, Axes]:
+def draw_sources(axes: Axes, bars: Sequence[tuple[str, dict[str, int]]], colours: dict[str, str]) -> None:
+    """A bar for each reader, cut into what it received from each source."""
+    left = [0.0] * len(bars)
+    for source in sorted(colours, key=lambda name: name != TRAINER):
+        widths = [by_source.get(source, 0) / MIB for _, by_source in bars]
+        if any(widths):
+            axes.barh([name for name, _ in bars], widths, left=left, color=colours[source], label=f"from {source}")
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axes.invert_yaxis()
+
+
+def colours_of(names: Sequence[str]) -> dict[str, str]:
+    """Of rollouts and of the trainer."""
+    found = {name: ROLLOUT_COLOURS[i % len(ROLLOUT_COLOURS)] for i, name in enumerate(names)}
+    return {**found, TRAINER: TRAINER_COLOUR}
+
+
+def blank_axes(ylabel: str, *, xlabel: str = "seconds") -> tuple[Figure, Axes]:
+    """An empty figure."""
     figure = Figure(figsize=SIZE_INCHES, layout="constrained")
     axes = figure.add_subplot()
     axes.set_xlabel(xlabel)
@@ -168,7 +181,8 @@ def _axes(ylabel: str, *, xlabel: str = "seconds") -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _svg(figure: Figure, axes: Axes) -> str:
+def as_svg(figure: Figure, axes: Axes) -> str:
+    """The figure with its legend beside it."""
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     text = io.StringIO()

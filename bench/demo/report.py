@@ -25,10 +25,16 @@ COLUMNS = {
     "stall": "how long an update kept it from generating (median)",
     "longest stall": "the longest of these",
     "trainer MiB": "what it read from the trainer",
-    "peers MiB": "what it read from other rollouts",
+    "rollouts MiB": "what it read from other rollouts",
 }
 HEADINGS = tuple(COLUMNS)
 LEGEND = "; ".join(f"{heading}: {meaning}" for heading, meaning in COLUMNS.items() if meaning) + "."
+WHAT = (
+    "TensorHub copies the weights of a model from the trainer that changes them to the rollouts, the workers that "
+    "generate with them. Each rollout reads them from the memory of the trainer or of another rollout, and a small "
+    "reference server knows which of them holds which version."
+)
+LARGE_PAGE = "large.html"  # beside the report, once `--large` has run
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
@@ -54,25 +60,54 @@ def write_report(folder: Path, summary: Summary, checks: Sequence[Check], events
     report = Report(all(check.holds for check in checks), list(checks), summary, list(events))
     (folder / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(report)))
     page = folder / "report.html"
-    page.write_text(html(summary, checks, figures(events, summary)), encoding="utf-8")
+    has_large = (folder / LARGE_PAGE).exists()
+    page.write_text(html(summary, checks, figures(events, summary), has_large=has_large), encoding="utf-8")
     return page
 
 
-def html(summary: Summary, checks: Sequence[Check], drawn: dict[str, str]) -> str:
+def html(summary: Summary, checks: Sequence[Check], drawn: dict[str, str], *, has_large: bool = False) -> str:
     """The page."""
     rows = [HEADINGS, *(_cells(rollout) for rollout in summary.rollouts)]
-    body = "".join(
+    words = [introduction(summary), _sentence(summary), _effective(summary)]
+    link = f'<p><a href="{LARGE_PAGE}">A larger model, and more rollouts</a></p>' if has_large else ""
+    parts = [paragraphs(words), link, check_list(checks), table_of(rows), legend(LEGEND), pictures(drawn)]
+    return page_of("An RL run over TensorHub", parts)
+
+
+def page_of(title: str, parts: Sequence[str]) -> str:
+    """A page that needs nothing but itself."""
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
+        f"<h1>{escape(title)}</h1>{''.join(parts)}</html>\n"
+    )
+
+
+def paragraphs(words: Sequence[str]) -> str:
+    """Text."""
+    return "".join(f"<p>{escape(each)}</p>" for each in words)
+
+
+def check_list(checks: Sequence[Check]) -> str:
+    """Each check with its mark."""
+    return f"<ul>{''.join(_check_item(check) for check in checks)}</ul>"
+
+
+def table_of(rows: Sequence[Sequence[str]]) -> str:
+    """The first row has the headings."""
+    return f"<table>{''.join(_row(row, 'td' if number else 'th') for number, row in enumerate(rows))}</table>"
+
+
+def legend(text: str) -> str:
+    """What the columns of a table mean."""
+    return f'<p class="detail">{escape(text)}</p>'
+
+
+def pictures(drawn: dict[str, str]) -> str:
+    """SVG by title."""
+    return "".join(
         f"<h2>{escape(title)}</h2>"
         f'<img alt="{escape(title)}" src="data:image/svg+xml;base64,{b64encode(svg.encode()).decode()}">'
         for title, svg in drawn.items()
-    )
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>TensorHub demo</title><style>{STYLE}</style>'
-        f"<h1>An RL run over TensorHub</h1><p>{escape(introduction(summary))}</p>"
-        f"<p>{escape(_sentence(summary))}</p><p>{escape(_effective(summary))}</p>"
-        f"<ul>{''.join(_check_item(check) for check in checks)}</ul>"
-        f"<table>{''.join(_row(row, 'th' if row is HEADINGS else 'td') for row in rows)}</table>"
-        f'<p class="detail">{escape(LEGEND)}</p>{body}</html>\n'
     )
 
 
@@ -90,14 +125,19 @@ def show(console: Console, summary: Summary, checks: Sequence[Check], page: Path
     console.print(table)
     console.print(LEGEND, style="dim", highlight=False, soft_wrap=True)
     console.print()
-    for check in checks:
-        mark = "[green]✓[/]" if check.holds else "[red]✗[/]"
-        console.print(f"{mark} {check.sentence}  [dim]{check.detail}[/]", highlight=False, soft_wrap=True)
+    show_checks(console, checks)
     console.print(f"\nreport: {page}  (and report.json, events/, logs/ beside it)", highlight=False, soft_wrap=True)
 
 
+def show_checks(console: Console, checks: Sequence[Check]) -> None:
+    """Each check with its mark."""
+    for check in checks:
+        mark = "[green]✓[/]" if check.holds else "[red]✗[/]"
+        console.print(f"{mark} {check.sentence}  [dim]{check.detail}[/]", highlight=False, soft_wrap=True)
+
+
 def introduction(summary: Summary) -> str:
-    """Two sentences: what TensorHub is, and what happened in this run."""
+    """What TensorHub is, and what happened in this run."""
     late = [rollout.name for rollout in summary.rollouts if rollout.fate == "joined late"]
     names = {SERVER: "the reference server"}
     faults = [f"{names.get(e.process, e.process)} was {e.what}" for e in summary.faults if e.process not in late]
@@ -106,9 +146,8 @@ def introduction(summary: Summary) -> str:
     rollouts = len(summary.rollouts)
     took = "updated to them" if summary.updates else "kept the first ones"
     return (
-        "TensorHub hands the weights of a model that is being trained to the workers that use them; each worker reads "
-        "them from the memory of a worker that has them, and no store lies between. "
-        f"In this run a trainer published its weights after each step and {rollouts} rollouts {took}{meanwhile}."
+        f"{WHAT} In this run a trainer published its weights after each step as a new version, "
+        f"and {rollouts} rollouts {took}{meanwhile}."
     )
 
 
@@ -117,10 +156,12 @@ def _sentence(summary: Summary) -> str:
     return (
         f"{summary.steps} steps of learning to put {LETTERS} letters in order, {_who(summary)}seed {summary.seed}, "
         f"{'' if summary.updates else 'without weight updates, '}in {summary.seconds:.0f} s. "
-        f"Reward {summary.reward_start:.3f} at the start, {summary.reward_end:.3f} at the end. "
-        f"Samples were {summary.mean_lag:.1f} versions old on average. "
-        f"Publishing stalled the trainer for {_milliseconds(stall.median_s)} a step (median), "
-        f"{stall.total_s:.1f} s in all; it sent each version {summary.trainer_copies:.2f} times, peers did the rest."
+        f"Reward, the share of right answers: {summary.reward_start:.3f} at the start, "
+        f"{summary.reward_end:.3f} at the end. "
+        f"Samples, the answers that it learned from, were {summary.mean_lag:.1f} versions old on average. "
+        f"Publishing kept the trainer from computing for {_milliseconds(stall.median_s)} a step (median), "
+        f"{stall.total_s:.1f} s in all. The trainer sent each version {summary.trainer_copies:.2f} times on average, "
+        "and rollouts sent it to each other."
     )
 
 
