@@ -66,6 +66,15 @@ def make(kind: kit.Kind, nothing_left_behind: None) -> Iterator[Make]:
     yield from closed_at_the_end(lambda silence_s=5.0: kind.make(silence_s))
 
 
+def offered(
+    make: Make, size_bytes: int, chunk_bytes: int, silence_s: float = 5.0
+) -> tuple[bytearray, Transport, Transport]:
+    """Content, a source that has all of it as "k", and a reader."""
+    right, source = kit.content(size_bytes), make(silence_s)
+    source.export(kit.full("k", right, chunk_bytes))
+    return right, source, make(silence_s)
+
+
 @pytest.fixture
 def tcp(nothing_left_behind: None) -> Iterator[Tcp]:
     """Makes `tcp` transports with the settings given."""

@@ -16,7 +16,7 @@ from tensorhub.protocol.errors import Closed, CorruptTransfer, LayoutMismatch, S
 from tensorhub.transport.base import Export, Progress, Read
 
 from . import kit
-from .conftest import Make, Spawn, line
+from .conftest import Make, Spawn, line, offered
 from .kit import DEADLINE_S, MIB, Ended, Gate, Target, content, full, read_all, start_read
 
 CHUNK = 4096
@@ -42,7 +42,7 @@ def test_everything_arrives(make: Make) -> None:
 
 
 def test_small_pieces_on_both_sides_and_a_large_manifest(make: Make) -> None:
-    right, manifest = content(3 * MIB + 5), bytes(content(3 * MIB, seed=5))
+    right, manifest = content(MIB + 5), bytes(content(3 * MIB, seed=5))
     source, reader = make(DEADLINE_S), make(DEADLINE_S)  # beside busy processes a chunk of them takes seconds
     source.export(full("k", right, MIB, piece_bytes=37, manifest=manifest))  # far more views than one call may take
     target = Target(right, MIB, piece_bytes=101)
@@ -52,9 +52,7 @@ def test_small_pieces_on_both_sides_and_a_large_manifest(make: Make) -> None:
 
 
 def test_only_what_is_wanted_is_sent(make: Make) -> None:
-    right = content(20 * CHUNK + 10)
-    source, reader = make(), make()
-    source.export(full("k", right, CHUNK))
+    right, source, reader = offered(make, 20 * CHUNK + 10, CHUNK)
     nothing = Target(right, CHUNK, wanted=[])
     assert read_all(reader, source.endpoint, "k", nothing) is None
     assert nothing.manifest is not None
@@ -68,18 +66,6 @@ def test_only_what_is_wanted_is_sent(make: Make) -> None:
     kit.until(lambda: source.statistics()["sent_bytes"] == 6 * CHUNK + 10, "the source has counted what it sent")
     assert target.buffer[15 * CHUNK :] == right[15 * CHUNK :]
     assert not any(target.buffer[4 * CHUNK : 15 * CHUNK])
-
-
-def test_nothing_is_written_before_the_sink_is_touched(make: Make) -> None:
-    right = content(5 * CHUNK)
-    source, reader = make(), make()
-    source.export(full("k", right, CHUNK))
-    target = Target(right, CHUNK)
-    target.touch_error = error = SourceLost("what is there must stay")
-    read, ended = start_read(reader, source.endpoint, "k", target)
-    assert ended.wait() is error
-    assert not any(target.buffer)
-    assert read.received_bytes == 0
 
 
 def test_chain_of_sources_that_are_themselves_filling(make: Make) -> None:
@@ -134,19 +120,23 @@ def test_several_readers_at_once_and_a_slow_one_disturbs_no_other(make: Make) ->
 # -- how a read ends ---------------------------------------------------------------------------------------------------
 
 
-def test_a_failed_source_says_why(make: Make) -> None:
+def test_a_source_that_waits_and_fails_or_withdraws_says_why(make: Make) -> None:
     right = content(4 * CHUNK)
-    source, reader, progress = make(), make(), Progress(4)
-    progress.mark(0)
-    source.export(Export("k", b"manifest", CHUNK, kit.Pieces(right), progress))
-    target = Target(right, CHUNK)
-    _, ended = start_read(reader, source.endpoint, "k", target)
-    assert target.progress.wait(0, DEADLINE_S)
-    progress.fail("its own source burnt down")
-    error = ended.wait()
-    assert isinstance(error, SourceLost)
-    assert "its own source burnt down" in str(error)
-    assert target.order == [0]
+    source, reader = make(60.0), make(60.0)  # nothing else ends it within this test
+    for says in ("its own source burnt down", "withdrawn"):
+        progress, target = Progress(4), Target(right, CHUNK)
+        progress.mark(0)
+        source.export(Export("k", b"manifest", CHUNK, kit.Pieces(right), progress))
+        _, ended = start_read(reader, source.endpoint, "k", target)
+        assert target.progress.wait(0, DEADLINE_S)
+        if says == "withdrawn":
+            assert source.withdraw("k", timeout_s=DEADLINE_S)
+        else:
+            progress.fail(says)
+        error = ended.wait()
+        assert isinstance(error, SourceLost)
+        assert says in str(error)
+        assert target.order == [0]
 
 
 def test_a_corrupt_chunk_ends_the_read(make: Make) -> None:
@@ -164,13 +154,17 @@ def test_a_corrupt_chunk_ends_the_read(make: Make) -> None:
 
 
 def test_what_the_sink_raises_is_what_is_reported(make: Make) -> None:
-    right = content(5 * CHUNK)
-    source, reader = make(), make()
-    source.export(full("k", right, CHUNK))
+    right, source, reader = offered(make, 5 * CHUNK, CHUNK)
     unexpected = LayoutMismatch("not what was expected")
     read, ended = start_read(reader, source.endpoint, "k", Target(right, CHUNK, begin_error=unexpected))
     assert ended.wait() is unexpected
     assert read.received_bytes == source.statistics()["sent_bytes"] == 0, "no chunk was asked for"
+    target = Target(right, CHUNK)
+    target.touch_error = untouched = SourceLost("what is there must stay")
+    read, ended = start_read(reader, source.endpoint, "k", target)
+    assert ended.wait() is untouched
+    assert read.received_bytes == 0
+    assert not any(target.buffer), "nothing is written before the sink is touched"
     fault = CorruptTransfer("as the sink said it")
     assert read_all(reader, source.endpoint, "k", Target(right, CHUNK, accept_error=(2, fault))) is fault
     bug = OSError("a bug")  # an OSError, because it must not be taken for the network's
@@ -181,9 +175,7 @@ def test_what_the_sink_raises_is_what_is_reported(make: Make) -> None:
 
 
 def test_what_cannot_be_read_is_a_source_that_is_lost(kind: kit.Kind, make: Make) -> None:
-    right = content(5 * CHUNK)
-    source, reader = make(), make()
-    source.export(full("k", right, CHUNK))
+    right, source, reader = offered(make, 5 * CHUNK, CHUNK)
     smaller = Target(right[:-1], CHUNK)
     assert isinstance(read_all(reader, source.endpoint, "k", smaller), SourceLost)
     assert not any(smaller.buffer)
@@ -211,9 +203,7 @@ def test_a_listener_that_never_answers_is_lost_after_the_silence_limit(kind: kit
 
 
 def test_stop_ends_a_read_without_error(make: Make) -> None:
-    right = content(8 * MIB)
-    source, reader = make(), make()
-    source.export(full("k", right, 64 * 1024))
+    right, source, reader = offered(make, 8 * MIB, 64 * 1024)
     gate = Gate()
     target = Target(right, 64 * 1024, gates={5: gate})
     read, ended = start_read(reader, source.endpoint, "k", target)
@@ -298,9 +288,7 @@ def test_close_ends_what_is_open_and_can_be_repeated(make: Make) -> None:
 
 
 def test_nothing_grows_over_many_reads(make: Make) -> None:
-    right = content(5 * CHUNK)
-    source, reader = make(), make()
-    source.export(full("k", right, CHUNK))
+    right, source, reader = offered(make, 5 * CHUNK, CHUNK)
     assert read_all(reader, source.endpoint, "k", Target(right, CHUNK)) is None
     kit.until(lambda: source.statistics()["connections_open"] == 0, "the first read's connections are closed")
     threads, files = threading.active_count(), kit.open_files()
@@ -318,33 +306,24 @@ class Failing(Target):
 
 
 @pytest.mark.usefixtures("no_collector")
-@pytest.mark.parametrize("how", ["it ends well", "unknown key", "the sink fails", "never begun"])
-def test_a_read_that_has_ended_is_let_go_at_once(make: Make, how: str) -> None:
+def test_a_read_that_has_ended_is_let_go_at_once(make: Make) -> None:
     """The callback knows the read. If each held the other, only the garbage collector would free them."""
-    right = content(5 * CHUNK)
-    source, reader = make(), make()
-    source.export(full("k", right, CHUNK))
-    if how == "never begun":
-        reader.close()
+    right, source, reader = offered(make, 5 * CHUNK, CHUNK)
 
-    def read_once() -> "weakref.ref[Target]":
-        target = (Failing if how == "the sink fails" else Target)(right, CHUNK)
-        ended, known = threading.Event(), list[Read]()
+    def read_once(sink: type[Target], key: str) -> "weakref.ref[Target]":
+        target, ended, known = sink(right, CHUNK), threading.Event(), list[Read]()
 
         def on_end(_: TensorHubError | None) -> None:
             assert len(known) <= 1
             ended.set()
 
-        if how == "never begun":
-            with pytest.raises(Closed):
-                reader.read(source.endpoint, "k", target, on_end)
-            return weakref.ref(target)
-        known.append(reader.read(source.endpoint, "none" if how == "unknown key" else "k", target, on_end))
+        known.append(reader.read(source.endpoint, key, target, on_end))
         assert ended.wait(DEADLINE_S)
         return weakref.ref(target)
 
-    left = read_once()
-    kit.until(lambda: left() is None, "nothing holds the read and its sink")
+    for sink, key in ((Target, "k"), (Target, "unknown"), (Failing, "k")):
+        left = read_once(sink, key)
+        kit.until(lambda left=left: left() is None, "nothing holds the read and its sink")  # type: ignore[misc]
 
 
 # -- withdrawal --------------------------------------------------------------------------------------------------------
@@ -393,37 +372,23 @@ def test_withdraw_under_load_again_and_again(make: Make) -> None:
     assert all(target.buffer == at_its_end for target, at_its_end in ends)
 
 
-def test_withdraw_wakes_a_source_that_waits(make: Make) -> None:
-    right = content(4 * CHUNK)
-    source, reader, progress = make(60.0), make(60.0), Progress(4)  # nothing else ends it within this test
-    progress.mark(0)
-    source.export(Export("k", b"manifest", CHUNK, kit.Pieces(right), progress))
-    target = Target(right, CHUNK)
-    _, ended = start_read(reader, source.endpoint, "k", target)
-    assert target.progress.wait(0, DEADLINE_S)
-    assert source.withdraw("k", timeout_s=DEADLINE_S)
-    error = ended.wait()
-    assert isinstance(error, SourceLost)
-    assert "withdrawn" in str(error)
-
-
-@pytest.mark.parametrize("is_replaced", [False, True])
-def test_withdraw_says_when_memory_is_still_in_use(make: Make, is_replaced: bool) -> None:
+def test_withdraw_says_when_memory_is_still_in_use(make: Make) -> None:
     right = content(CHUNK)
     source, reader = make(), make()
     assert source.withdraw("k", timeout_s=0.0), "it was never exported"
-    stream = kit.BlockedPieces(right)
-    source.export(Export("k", b"manifest", CHUNK, stream, Progress(1, complete=True)))
-    _, ended = start_read(reader, source.endpoint, "k", Target(right, CHUNK))
-    assert stream.entered.wait(DEADLINE_S)
-    if is_replaced:
-        source.export(full("k", right, CHUNK))
-    assert not source.withdraw("k", timeout_s=0.2)
-    assert not source.withdraw("k", timeout_s=0.0)
-    stream.release.set()
-    assert source.withdraw("k", timeout_s=DEADLINE_S)
-    assert stream.inside == 0
-    ended.wait()
+    for is_replaced in (False, True):
+        stream = kit.BlockedPieces(right)
+        source.export(Export("k", b"manifest", CHUNK, stream, Progress(1, complete=True)))
+        _, ended = start_read(reader, source.endpoint, "k", Target(right, CHUNK))
+        assert stream.entered.wait(DEADLINE_S)
+        if is_replaced:
+            source.export(full("k", right, CHUNK))
+        assert not source.withdraw("k", timeout_s=0.2)
+        assert not source.withdraw("k", timeout_s=0.0)
+        stream.release.set()
+        assert source.withdraw("k", timeout_s=DEADLINE_S)
+        assert stream.inside == 0
+        ended.wait()
 
 
 def test_memory_that_cannot_be_read_is_the_sources_fault_and_only_this_reads(make: Make) -> None:
@@ -444,7 +409,7 @@ def test_memory_that_cannot_be_read_is_the_sources_fault_and_only_this_reads(mak
 # -- processes that are killed or stopped ------------------------------------------------------------------------------
 
 
-SOME = ("tcp-3", "local-3", "pretended-nixl-2")  # the others with --long
+SOME = ("tcp-3", "local-3")  # the others with --long
 killed = pytest.mark.parametrize(
     "kind",
     [pytest.param(kind, marks=[] if kind in SOME else pytest.mark.long) for kind in kit.CONTRACT],

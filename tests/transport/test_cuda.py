@@ -4,7 +4,6 @@ import errno
 import os
 import threading
 import weakref
-from collections.abc import Iterator
 from itertools import count
 from types import SimpleNamespace
 
@@ -13,20 +12,18 @@ import pytest
 
 from tensorhub.memory import landing
 from tensorhub.protocol.errors import (
-    Closed,
     CorruptTransfer,
     SourceLost,
     TensorHubError,
     TransportMissing,
     Unavailable,
-    UsageError,
 )
 from tensorhub.transport import cuda
 from tensorhub.transport.base import Export, Progress
-from tensorhub.transport.cuda import CudaSettings, CudaTransport, Ends, Peers
+from tensorhub.transport.cuda import CudaSettings, CudaTransport, Ends
 
 from . import kit, tiles_kit
-from .conftest import Make
+from .conftest import Make, offered
 from .kit import DEADLINE_S, Target, content, full, read_all, stand_in, start_read
 
 CHUNK = 64 * 1024
@@ -37,23 +34,10 @@ def kind() -> kit.Kind:
     return kit.KINDS["cuda-stand-in"]
 
 
-@pytest.fixture
-def shares(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The size of each memory that was shared."""
-    found: list[int] = []
-    share = stand_in.share
-
-    def noted(view: memoryview) -> object:
-        found.append(len(view))
-        return share(view)
-
-    monkeypatch.setattr(stand_in, "share", noted)
-    return found
-
-
-def test_memory_is_opened_once_for_a_registration(make: Make, shares: list[int]) -> None:
-    right = content(5 * CHUNK)
-    source, reader = make(), make()
+def test_memory_is_opened_once_for_a_registration(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    shares, share = list[int](), stand_in.share
+    monkeypatch.setattr(stand_in, "share", lambda view: (shares.append(len(view)), share(view))[1])
+    right, source, reader = content(5 * CHUNK), make(), make()
     stream = kit.Pieces(right)
     for version in range(3):
         source.export(Export(f"v{version}", b"manifest", CHUNK, stream, Progress(5, complete=True)))
@@ -70,20 +54,9 @@ class Memory:
     size_bytes = CHUNK
 
 
-@pytest.fixture
-def pipes() -> Iterator[tuple[Ends, Ends]]:
-    """That of a registration, and the one that tells its source that the memory is closed."""
-    found = Ends(os.pipe), Ends(os.pipe)
-    yield found
-    for each in found:
-        each.close()
-
-
 def test_memory_is_closed_before_its_source_is_told(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A source that is told may give the memory back, which no reader may have open then."""
-    right = content(CHUNK)
-    source, reader = make(), make()
-    source.export(full("k", right, CHUNK))
+    right, source, reader = offered(make, CHUNK, CHUNK)
     open_still: weakref.WeakSet[object] = weakref.WeakSet()
     when_told: list[int] = []
     start_of, end_of = stand_in.Opened.__init__, cuda.Offered.end
@@ -102,41 +75,6 @@ def test_memory_is_closed_before_its_source_is_told(make: Make, monkeypatch: pyt
     assert (len(open_still), when_told) == (1, [])
     reader.close()
     kit.until(lambda: when_told == [0], "the source is told")
-
-
-def test_memory_that_nobody_watches_is_not_kept(pipes: tuple[Ends, Ends], monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_thread(thread: object) -> None:
-        raise Unavailable("this process may start no more threads")
-
-    peers = Peers(CudaSettings())
-    monkeypatch.setattr(cuda, "start", no_thread)
-    with pytest.raises(Unavailable):
-        peers.keep(b"registration", Memory(), Ends(lambda: (os.dup(pipes[0].descriptors()[0]),)))
-    assert peers.known(b"registration") is None
-    peers.close()
-    with pytest.raises(Closed):
-        peers.keep(b"registration", Memory(), Ends(lambda: (os.dup(pipes[0].descriptors()[0]),)))
-
-
-def test_a_watch_that_is_closed_ends_when_it_has_done_what_is_due(pipes: tuple[Ends, Ends]) -> None:
-    watch, is_due, may_end = cuda.Watch(), threading.Event(), threading.Event()
-    watching: list[threading.Thread] = []
-
-    def due() -> None:
-        watching.append(threading.current_thread())
-        is_due.set()
-        may_end.wait(DEADLINE_S)
-
-    first, second = (each.descriptors() for each in pipes)
-    watch.when_closed(Ends(lambda: (os.dup(first[0]),)), due)
-    watch.when_closed(Ends(lambda: (os.dup(second[0]),)), due)
-    os.dup2(first[0], first[1])
-    assert is_due.wait(DEADLINE_S)
-    watch.close()
-    may_end.set()
-    watching[0].join(DEADLINE_S)
-    assert not watching[0].is_alive()
-    assert len(watching) == 1
 
 
 @pytest.mark.parametrize("end", ["source", "reader"])
@@ -179,12 +117,6 @@ def test_a_shortage_of_descriptors_is_no_missing_transport(
     monkeypatch.setattr(cuda.CudaServer, "listen", refused)
     with pytest.raises(raised, match=os.strerror(number)):
         CudaTransport()
-
-
-@pytest.mark.parametrize("share", [0.0, -1.0, 1.5])
-def test_a_share_that_is_none_is_refused(share: float) -> None:
-    with pytest.raises(UsageError, match="device_share"):
-        CudaSettings(device_share=share)
 
 
 # -- tiles of another layout -------------------------------------------------------------------------------------------
@@ -247,18 +179,6 @@ def test_what_has_landed_when_its_source_withdraws_is_not_judged(make: Make, mon
     assert not its.found.reader.arrays["part"].any()
 
 
-def test_a_read_of_tiles_leaves_the_device_to_others_for_their_share(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    its, rests = Pieces(make, monkeypatch), []
-    its.reader = CudaTransport(CudaSettings(device_share=0.5))
-    monkeypatch.setattr(cuda.CudaStream, "_rest", lambda stream, took_s: rests.append(took_s))
-    assert its.read() is None
-    assert len(rests) > 4
-    assert min(rests) > 0
-    its.reader.close()
-
-
 def test_tiles_land_in_memory_of_bounded_size(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     its = Pieces(make, monkeypatch)
     before = stand_in.room_bytes
@@ -266,22 +186,6 @@ def test_tiles_land_in_memory_of_bounded_size(make: Make, monkeypatch: pytest.Mo
     assert its.across.missing == 0
     assert LANDING_BYTES // 3 < stand_in.most_room_bytes - before <= LANDING_BYTES
     assert stand_in.room_bytes == before
-
-
-def test_a_read_that_finds_no_landing_memory_left_takes_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(landing, "WAIT_S", 0)
-    needs = (1 << 30, 1 << 16, 2 * (4096 + 256 + 16), 1 << 20)
-    first, second, third = (landing.Share(*needs) for _ in range(3))
-    assert first.window_bytes == second.window_bytes > 119 << 20
-    assert first._bytes + second._bytes <= landing.MAX_BYTES
-    assert not set(first.lanes) & set(second.lanes)
-    assert third.window_bytes == landing.MIN_WINDOW_BYTES
-    first.give_back()
-    fourth = landing.Share(*needs)
-    assert landing.MIN_WINDOW_BYTES < fourth.window_bytes < first.window_bytes
-    for share in (second, third, fourth):
-        share.give_back()
-    assert landing.Share._taken_bytes == 0
 
 
 def test_a_tile_that_has_no_room_to_land_leaves_the_way_to_others(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,9 +238,7 @@ def test_a_device_is_not_asked_with_the_lock_that_every_reader_needs(make: Make)
 def test_a_source_that_cannot_watch_a_reader_gives_up_no_memory_that_it_has_open(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = content(CHUNK)
-    source, reader = make(), make()
-    source.export(full("k", right, CHUNK))
+    right, source, reader = offered(make, CHUNK, CHUNK)
     still_open: list[int] = []
     opened: weakref.WeakSet[object] = weakref.WeakSet()
     share, start_of = stand_in.share, stand_in.Opened.__init__
@@ -365,9 +267,7 @@ def test_a_source_that_cannot_watch_a_reader_gives_up_no_memory_that_it_has_open
 def test_a_closed_transport_hands_over_no_descriptor_of_another_file(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = content(CHUNK)
-    source, reader = make(), make()
-    source.export(full("k", right, CHUNK))
+    right, source, reader = offered(make, CHUNK, CHUNK)
     assert read_all(reader, source.endpoint, "k", Target(right, CHUNK)) is None
     introduce, send, sent = cuda.AnnouncingServer.introduce, cuda.send_with_descriptors, []
 
@@ -382,8 +282,9 @@ def test_a_closed_transport_hands_over_no_descriptor_of_another_file(
     assert not sent
 
 
-def test_a_watch_that_is_busy_delays_nobody(pipes: tuple[Ends, Ends]) -> None:
+def test_a_watch_that_is_busy_delays_nobody() -> None:
     watch, is_due, may_end = cuda.Watch(), threading.Event(), threading.Event()
+    pipes = Ends(os.pipe), Ends(os.pipe)
 
     def due() -> None:
         is_due.set()
@@ -405,4 +306,6 @@ def test_a_watch_that_is_busy_delays_nobody(pipes: tuple[Ends, Ends]) -> None:
     is_stuck = asking.is_alive()
     may_end.set()
     watch.close()
+    for ends in pipes:
+        ends.close()
     assert not is_stuck

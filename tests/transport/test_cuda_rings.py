@@ -3,21 +3,20 @@
 The contract's tests run here as they are; then what rings promise besides.
 """
 
-import gc
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 
 from tensorhub.protocol.errors import SourceLost, TransportMissing
 from tensorhub.transport import cuda
 from tensorhub.transport.base import Export, Progress
-from tensorhub.transport.cuda import PINNED, RING, SLOTS, CudaServer, CudaSettings, CudaStream, CudaTransport
+from tensorhub.transport.cuda import PINNED, RING, SLOTS, CudaServer, CudaStream, CudaTransport
 from tensorhub.transport.tcp import wire as tcp_wire
 from tensorhub.transport.tcp.wire import Wire
 
 from . import kit, test_contract
-from .conftest import Make
+from .conftest import Make, offered
 from .kit import DEADLINE_S, MIB, Target, content, full, read_all, stand_in, start_read
 
 CHUNK = 64 * 1024
@@ -25,24 +24,17 @@ RINGS = {"cuda-stand-in-ring": "a ring on the device", "cuda-stand-in-pinned": "
 
 test_everything_arrives = test_contract.test_everything_arrives
 test_a_chain_of_sources = test_contract.test_chain_of_sources_that_are_themselves_filling
-test_chunks_in_any_order = (
-    test_contract.test_a_waiting_source_is_not_a_silent_one_and_chunks_become_complete_in_any_order
-)
-test_a_failed_source_says_why = test_contract.test_a_failed_source_says_why
 test_several_reads_at_once = test_contract.test_several_readers_at_once_and_a_slow_one_disturbs_no_other
+test_how_a_source_that_waits_ends = test_contract.test_a_source_that_waits_and_fails_or_withdraws_says_why
 test_stop_ends_a_read_without_error = test_contract.test_stop_ends_a_read_without_error
 test_no_write_after_the_end = test_contract.test_no_write_after_the_end
 test_nothing_grows_over_many_reads = test_contract.test_nothing_grows_over_many_reads
-test_withdraw_wakes_a_source_that_waits = test_contract.test_withdraw_wakes_a_source_that_waits
 test_memory_that_cannot_be_read = test_contract.test_memory_that_cannot_be_read_is_the_sources_fault_and_only_this_reads
 
 
-@pytest.fixture(params=list(RINGS))
+@pytest.fixture(params=["cuda-stand-in-ring"])
 def kind(request: pytest.FixtureRequest) -> kit.Kind:
     return kit.KINDS[request.param]
-
-
-on_device = pytest.mark.parametrize("kind", ["cuda-stand-in-ring"], indirect=True)
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +52,7 @@ def feeds(source: object) -> int:
     return len(server._feeds)
 
 
+@pytest.mark.parametrize("kind", list(RINGS), indirect=True)
 def test_a_read_says_which_way_it_goes_and_gives_its_ring_back(make: Make, kind: kit.Kind) -> None:
     right = content(16 * CHUNK)
     source, reader = make(), make()
@@ -74,31 +67,8 @@ def test_a_read_says_which_way_it_goes_and_gives_its_ring_back(make: Make, kind:
         kit.until(lambda: feeds(source) == 0 and not stand_in.rings, "its ring is given back")
 
 
-@pytest.mark.parametrize("kind", ["cuda-stand-in-pinned"], indirect=True)
-def test_a_reader_remembers_the_way_of_a_registration(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    shared: list[int] = []
-    share = stand_in.share
-    monkeypatch.setattr(stand_in, "share", lambda view: (shared.append(len(view)), share(view))[1])
-    right = content(4 * CHUNK)
-    source, reader = make(), make()
-    stream = kit.Pieces(right)
-    for key in ("a", "b"):
-        source.export(Export(key, b"manifest", CHUNK, stream, Progress(4, complete=True)))
-        assert read_all(reader, source.endpoint, key, Target(right, CHUNK)) is None
-    assert len(shared) == 1, "the second read asks for pinned memory at once"
-    assert isinstance(reader, CudaTransport)
-    assert list(reader._peers._known.values()) == [PINNED]
-    source.withdraw("a", timeout_s=DEADLINE_S)
-    source.withdraw("b", timeout_s=DEADLINE_S)
-    del stream
-    gc.collect()
-    kit.until(lambda: not reader._peers._known, "and forgets it with the registration")
-
-
 def test_a_slot_is_filled_while_another_is_read_and_never_before_it_was(make: Make) -> None:
-    right = content(64 * CHUNK)
-    source, reader = make(), make()
-    source.export(full("k", right, CHUNK))
+    right, source, reader = offered(make, 64 * CHUNK, CHUNK)
     filled: list[int] = []
     release = threading.Event()
     stand_in.during_fill.append(lambda start, view: filled.append(start))
@@ -113,58 +83,6 @@ def test_a_slot_is_filled_while_another_is_read_and_never_before_it_was(make: Ma
     assert len(filled) == 8, "a slot has an eighth of what is read"
 
 
-def test_slots_that_are_filled_are_judged_together(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = content(64 * CHUNK)
-    source, reader = make(), make()
-    assert isinstance(reader, CudaTransport)
-    monkeypatch.setattr(reader._peers, "settings", CudaSettings(silence_s=60.0))
-    source.export(full("k", right, CHUNK))
-    announced: list[int] = []
-    judged: list[tuple[int, int]] = []
-    announce, digests_of = CudaServer.announce, stand_in.digests_of
-
-    def noted(server: CudaServer, wire: Wire, start: int, stop: int) -> None:
-        announce(server, wire, start, stop)
-        announced.append(start)
-
-    def judge(target: memoryview, start: int, stop: int, chunk_bytes: int) -> bytes:
-        judged.append((start, stop))
-        return digests_of(target, start, stop, chunk_bytes)
-
-    monkeypatch.setattr(CudaServer, "announce", noted)
-    monkeypatch.setattr(stand_in, "digests_of", judge)
-    stand_in.during_copy.append(lambda start, view: kit.until(lambda: len(announced) >= SLOTS, "both are filled"))
-    target = Target(right, CHUNK)
-    assert read_all(reader, source.endpoint, "k", target) is None
-    assert target.buffer == right
-    assert judged[0][1] >= SLOTS * 8 * CHUNK
-    assert [start for start, _ in judged] == [0, *(stop for _, stop in judged[:-1])]
-    assert judged[-1][1] == len(right)
-
-
-def test_a_ring_is_smaller_where_the_device_is_nearly_full(make: Make, kind: kit.Kind) -> None:
-    right = content(64 * CHUNK)
-    source, reader = make(), make()
-    source.export(full("k", right, CHUNK))
-    sizes: list[int] = []
-
-    def made(make_it: Callable[..., object]) -> Callable[..., object]:
-        def checked(*arguments: int) -> object:
-            if arguments[-1] > 4 * CHUNK:
-                raise TransportMissing("the device is nearly full")
-            sizes.append(arguments[-1])
-            return make_it(*arguments)
-
-        return checked
-
-    with pytest.MonkeyPatch.context() as patch:
-        name = "make_ring" if kind.name == "cuda-stand-in-ring" else "pin_ring"
-        patch.setattr(stand_in, name, made(getattr(stand_in, name)))
-        assert read_all(reader, source.endpoint, "k", Target(right, CHUNK)) is None
-    assert sizes[0] == 4 * CHUNK
-
-
-@on_device
 def test_rings_of_all_readers_have_a_limit(make: Make) -> None:
     source = make()
     assert isinstance(source, CudaTransport)
@@ -178,11 +96,8 @@ def test_rings_of_all_readers_have_a_limit(make: Make) -> None:
         server._make_ring(export, RING, 2 * MIB - 1)
 
 
-@on_device
 def test_a_reader_hears_from_a_source_that_is_busy_with_another_ring(make: Make) -> None:
-    right = content(CHUNK)
-    source, reader = make(0.4), make(0.4)
-    source.export(full("k", right, CHUNK))
+    right, source, reader = offered(make, CHUNK, CHUNK, 0.4)
     assert isinstance(source, CudaTransport)
     assert isinstance(source._server, CudaServer)
     with source._server._feeding:
@@ -191,11 +106,8 @@ def test_a_reader_hears_from_a_source_that_is_busy_with_another_ring(make: Make)
     assert ended.wait() is None
 
 
-@on_device
 def test_a_reader_may_take_its_time_to_open(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = content(CHUNK)
-    source, reader = make(0.3), make(0.3)
-    source.export(full("k", right, CHUNK))
+    right, source, reader = offered(make, CHUNK, CHUNK, 0.3)
     release, open_ring = threading.Event(), stand_in.open_ring
 
     def slow(handle: bytes, size_bytes: int) -> object:
@@ -209,27 +121,17 @@ def test_a_reader_may_take_its_time_to_open(make: Make, monkeypatch: pytest.Monk
     assert ended.wait() is None
 
 
-@on_device
-def test_what_can_neither_be_shared_nor_go_through_a_ring_is_left_to_others(make: Make) -> None:
-    right = content(3 * CHUNK)
-    source, reader = make(), make()
-    source.export(full("k", right, CHUNK))
-    stand_in.cannot.update(("ring", "pin"))
-    error = read_all(reader, source.endpoint, "k", Target(right, CHUNK))
-    assert isinstance(error, TransportMissing)
-    for reason in ("cannot be shared", "device is full", "can be pinned"):
-        assert reason in str(error)
-
-
-@on_device
-def test_a_device_without_room_for_a_ring_takes_pinned_memory(make: Make) -> None:
-    right = content(3 * CHUNK)
-    source, reader = make(), make()
-    source.export(full("k", right, CHUNK))
+def test_a_device_without_room_for_a_ring_takes_pinned_memory_or_leaves_the_way_to_others(make: Make) -> None:
+    right, source, reader = offered(make, 3 * CHUNK, CHUNK)
     stand_in.cannot.add("ring")
     read, ended = start_read(reader, source.endpoint, "k", Target(right, CHUNK))
     assert ended.wait() is None
     assert "pinned memory" in read.path
+    stand_in.cannot.add("pin")
+    error = read_all(make(), source.endpoint, "k", Target(right, CHUNK))
+    assert isinstance(error, TransportMissing)
+    for reason in ("cannot be shared", "device is full", "can be pinned"):
+        assert reason in str(error)
 
 
 def test_what_is_in_a_slot_when_it_is_withdrawn_does_not_count(make: Make) -> None:
@@ -257,9 +159,7 @@ def test_a_ring_outlives_its_connection_until_the_reader_has_copied(
     make: Make, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     monkeypatch.setattr(tcp_wire, "LINGER_S", 0.0)
-    right = content(64 * CHUNK)
-    source, reader = make(60.0), make(60.0)
-    source.export(full("k", right, CHUNK))
+    right, source, reader = offered(make, 64 * CHUNK, CHUNK, 60.0)
     is_copying, may_end = threading.Event(), threading.Event()
 
     def copying(start: int, view: memoryview) -> None:
@@ -282,14 +182,11 @@ def test_a_ring_outlives_its_connection_until_the_reader_has_copied(
 # -- peers that break the rules ----------------------------------------------------------------------------------------
 
 
-@on_device
 @pytest.mark.parametrize(("more", "why"), [(8, "in a slot of"), (100, "not all of them are due")])
 def test_a_source_that_announces_more_than_a_slot_has(
     make: Make, monkeypatch: pytest.MonkeyPatch, more: int, why: str
 ) -> None:
-    right = content(64 * CHUNK)
-    source, reader = make(), make()
-    source.export(full("k", right, CHUNK))
+    right, source, reader = offered(make, 64 * CHUNK, CHUNK)
     announce = CudaServer.announce
 
     def lie(self: CudaServer, wire: Wire, start: int, stop: int) -> None:
@@ -303,12 +200,9 @@ def test_a_source_that_announces_more_than_a_slot_has(
     assert not target.order
 
 
-@on_device
 @pytest.mark.parametrize("off", [-1, 1 << 62])
 def test_a_reader_that_has_read_what_it_cannot_have(make: Make, monkeypatch: pytest.MonkeyPatch, off: int) -> None:
-    right = content(64 * CHUNK)
-    source, reader = make(), make()
-    source.export(full("k", right, CHUNK))
+    right, source, reader = offered(make, 64 * CHUNK, CHUNK)
 
     def lie(self: CudaStream, chunks: Sequence[int]) -> None:
         self.wire.send_want(chunks, 0 if chunks else off % (1 << 64))
@@ -321,12 +215,9 @@ def test_a_reader_that_has_read_what_it_cannot_have(make: Make, monkeypatch: pyt
     assert read_all(reader, source.endpoint, "k", Target(right, CHUNK)) is None, "the source goes on"
 
 
-@on_device
 @pytest.mark.parametrize("opened", [RING, PINNED + 1, 1 << 60])
 def test_a_reader_that_takes_a_way_that_is_none(make: Make, monkeypatch: pytest.MonkeyPatch, opened: int) -> None:
-    right = content(CHUNK)
-    source, reader = make(), make()
-    source.export(full("k", right, CHUNK))
+    right, source, reader = offered(make, CHUNK, CHUNK)
     send = Wire.send_frame
 
     def lie(self: Wire, kind: int, number: int = 0, payload: Sequence[bytes | memoryview] = ()) -> None:
@@ -338,12 +229,9 @@ def test_a_reader_that_takes_a_way_that_is_none(make: Make, monkeypatch: pytest.
     assert "where OPEN was due" in str(error)
 
 
-@on_device
 @pytest.mark.parametrize(("slot_bytes", "slots"), [(0, 2), (CHUNK, 0), (1 << 63, 2), (CHUNK, 1 << 40), (1 << 30, 4)])
 def test_a_ring_that_cannot_be(make: Make, monkeypatch: pytest.MonkeyPatch, slot_bytes: int, slots: int) -> None:
-    right = content(CHUNK)
-    source, reader = make(), make()
-    source.export(full("k", right, CHUNK))
+    right, source, reader = offered(make, CHUNK, CHUNK)
 
     class Lie:
         size = cuda.SIZES.size
