@@ -3,7 +3,6 @@ All take the silence limit as a last argument.
 
     peer.py source KIND SIZE CHUNK READY     exports "k" with the first READY chunks there; prints its endpoint; has the
                                              others once it is sent a line
-    peer.py leaver KIND SIZE CHUNK READY     the same, but withdraws it once it is sent a line; prints `withdrawn True`
     peer.py reader KIND SIZE CHUNK ENDPOINT  reads "k"; prints `stored N` for each chunk, or now and then, and
                                              `end ...`, with `right` or `wrong` for what it has then
     peer.py forgetful KIND SIZE CHUNK READY  is in the middle of serving and reading when its main thread ends
@@ -55,9 +54,6 @@ def main(role: str, kind: str, size: str, chunk: str, last: str, silence_s: str 
         return
     print(transport.endpoint, flush=True)
     for _ in sys.stdin:
-        if role == "leaver":
-            print("withdrawn", transport.withdraw("k", timeout_s=kit.DEADLINE_S), flush=True)
-            continue
         for rest in range(int(last), progress.chunk_count):
             progress.mark(rest)
 

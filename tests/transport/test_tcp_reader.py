@@ -153,15 +153,13 @@ def test_there_are_as_many_streams_as_bring_more(
 
 
 @pytest.mark.parametrize(
-    ("settings", "connections"),
+    ("settings", "connections", "is_native"),
     [
-        ({"streams": 4, "stream_rate_bytes_per_s": 1e18}, 1),  # the first is not fast enough to have another
-        ({"streams": 4, "stream_rate_bytes_per_s": 1e-6}, 4),
-        ({"streams": 4, "stream_rate_bytes_per_s": 0}, 4),
-        ({"streams": 2, "far_streams": 3, "stream_rate_bytes_per_s": 1e18}, 3),  # a long path: all at once
+        ({"streams": 4, "stream_rate_bytes_per_s": 1e18}, 1, True),  # the first is not fast enough to have another
+        ({"streams": 4, "stream_rate_bytes_per_s": 1e-6}, 4, False),
+        ({"streams": 2, "far_streams": 3, "stream_rate_bytes_per_s": 1e18}, 3, True),  # a long path: all at once
     ],
 )
-@pytest.mark.parametrize("is_native", [True, False])
 def test_further_streams_are_opened_where_the_first_is_not_enough(
     tcp: Tcp, settings: dict[str, float], connections: int, is_native: bool
 ) -> None:
@@ -232,7 +230,6 @@ def test_further_streams_take_half_of_the_room_at_most(tcp: Tcp) -> None:
 
 
 COUNT, READY, SIZE = 8, 5, 64 * 1024
-two = pytest.mark.parametrize("kind", ["tcp-3", "local-3"], indirect=True)
 
 
 def is_in_reading(name: str, *, further: bool) -> bool:
@@ -257,8 +254,14 @@ def read_by_one(make: Make, endpoint: str, right: bytearray, have_rest: Callable
 
 
 @pytest.mark.processes
-@two
-@pytest.mark.parametrize("how", [None, signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        *(("tcp-3", how) for how in (None, signal.SIGKILL)),
+        *(pytest.param("local-3", how, marks=pytest.mark.long) for how in (None, signal.SIGSTOP, signal.SIGKILL)),
+    ],
+    indirect=["kind"],
+)
 def test_a_source_without_room_for_all_connections(make: Make, spawn: Spawn, how: signal.Signals | None) -> None:
     """Its kernel takes in further streams, and it never can: they get no answer. Where it is gone the first notices."""
     source, right = spawn("source", COUNT * SIZE, SIZE, READY, 1.0), content(COUNT * SIZE)
@@ -305,8 +308,8 @@ def unless_further(call: Callable[..., int], instead: int) -> Callable[..., int]
 @pytest.mark.parametrize(
     ("kind", "lacking"),
     [
-        *((kind, "thread at the source") for kind in ("tcp-3", "local-3", "pretended-nixl-2")),
-        *((kind, "descriptor") for kind in ("tcp-lending-2", "local-3", "nixl-3")),
+        ("tcp-3", "thread at the source"),
+        ("local-3", "descriptor"),
         ("pretended-nixl-2", "NIXL connection"),
     ],
     indirect=["kind"],

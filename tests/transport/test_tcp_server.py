@@ -95,7 +95,7 @@ def test_a_stranger_is_refused_in_words(tcp: Tcp) -> None:
     assert read_all(tcp(), source.endpoint, "k", Target(right, CHUNK)) is None
 
 
-@pytest.mark.parametrize("words", [b"", MAGIC[:3], MAGIC, greeting(hello())[:-1]])
+@pytest.mark.parametrize("words", [b"", greeting(hello())[:-1]])
 def test_a_stranger_that_takes_long_to_greet_goes_soon(tcp: Tcp, words: bytes) -> None:
     assert answer_to(tcp(silence_s=60.0, greet_s=0.1), words)[1].code == "foreign"
 
@@ -196,7 +196,7 @@ def served_by(is_native: bool) -> Callable[..., Conversation | None]:
     return tcp_server.conversation_for if is_native else lambda *_, **__: None
 
 
-@pytest.mark.parametrize(("is_native", "has_asked"), [(True, False), (True, True), (False, True)])
+@pytest.mark.parametrize(("is_native", "has_asked"), [(True, False), (True, True)])
 def test_readers_that_ask_for_nothing_make_room(
     tcp: Tcp, is_native: bool, has_asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,13 +218,14 @@ def test_readers_that_ask_for_nothing_make_room(
 
 
 def test_readers_that_wait_for_what_they_asked_for_keep_their_places_and_another_is_told_so(tcp: Tcp) -> None:
-    source, progress = tcp(max_connections=2, silence_s=60.0, greet_s=0.05), Progress(2)
+    source, progress = tcp(max_connections=2, silence_s=60.0, greet_s=0.4), Progress(2)
     source.export(Export("k", b"m", CHUNK, kit.Pieces(content(2 * CHUNK)), progress))
     with dialled(source) as first, dialled(source) as second:
         wires = [welcomed(source, sock, Hello("", "k", 0, 400, False)) for sock in (first, second)]
         for wire in wires:
             wire.send_want([0])
-            assert wire.receive_header() == (tcp_wire.WAITING, 0, 0), "it was heard"
+            heard = [wire.receive_header() for _ in range(6)]  # longer than it may take to greet
+            assert heard == [(tcp_wire.WAITING, 0, 0)] * 6
         for _ in range(10):
             error = read_all(tcp(streams=1), source.endpoint, "k", Target(content(2 * CHUNK), CHUNK))
             assert isinstance(error, SourceLost)
@@ -254,23 +255,6 @@ def test_a_reader_that_takes_nothing_is_dropped_in_the_end(tcp: Tcp, is_checking
         kit.until(lambda: source.statistics()["connections_open"] == 0, "both were dropped")
         assert source.statistics()["connections_dropped"] == 2
         assert source.withdraw("k", timeout_s=0.0)
-
-
-# -- requests that are served ------------------------------------------------------------------------------------------
-
-
-def test_keepalives_come_four_times_per_silence_limit(tcp: Tcp) -> None:
-    source = tcp(silence_s=60.0)  # what counts is the silence that the reader bears
-    source.export(Export("k", b"m", CHUNK, kit.Pieces(content(CHUNK)), Progress(1)))
-    with dialled(source) as sock:
-        wire = welcomed(source, sock, Hello("", "k", 0, 400, False))
-        wire.send_want([0])
-        assert [wire.receive_header() for _ in range(5)] == [(tcp_wire.WAITING, 0, 0)] * 5
-        source.withdraw("k", timeout_s=DEADLINE_S)
-        kind, length, _ = wire.receive_header()
-        while kind == tcp_wire.WAITING:
-            kind, length, _ = wire.receive_header()
-        assert wire.receive_gone(length) == Refusal("gone", "it was withdrawn")
 
 
 # -- memory that is lent to a socket may change before its reader has it -----------------------------------------------
