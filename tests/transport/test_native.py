@@ -12,14 +12,11 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-import msgspec
 import pytest
 import xxhash
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tensorhub.protocol.errors import CorruptTransfer, SessionLost
-from tensorhub.transport.base import Export, Progress, StopFlag, Terms, Until
+from tensorhub.transport.base import Export, Progress, Terms, Until
 from tensorhub.transport.native import build, load, shapes
 from tensorhub.transport.native.reads import Mover
 
@@ -30,6 +27,7 @@ from .native import library, needs_mover
 
 needs_compiler = pytest.mark.skipif(build.compiler() is None, reason="no C compiler here")
 kinds = pytest.mark.parametrize("kind", ["tcp-3", "tcp-lending-2", "local-3", "local-mapped-3"], indirect=True)
+some_kinds = pytest.mark.parametrize("kind", ["tcp-3", "local-3"], indirect=True)
 CHUNK = 64 * 1024
 
 
@@ -149,19 +147,6 @@ def test_marks_from_many_threads_make_one_prefix_and_wake_waiters() -> None:
     assert Progress(0).is_complete
 
 
-@needs_mover
-def test_setting_a_stop_flag_waits_for_a_thread_that_is_counting() -> None:
-    flag, is_over = StopFlag(), threading.Event()
-    flag.state.inside = 1
-    setting = threading.Thread(target=lambda: (flag.set(), is_over.set()))
-    setting.start()
-    kit.until(lambda: flag.is_set, "the flag is set")
-    assert not is_over.is_set()
-    flag.state.inside = 0
-    assert is_over.wait(DEADLINE_S)
-    setting.join()
-
-
 class Slow(list):  # type: ignore[type-arg]
     """Four threads append before any goes on."""
 
@@ -184,25 +169,7 @@ def test_streams_that_begin_at_once_have_memory_of_their_own() -> None:
     assert sorted(found) == sorted({ctypes.addressof(each) for each in mover._scratch})
 
 
-# -- requests and digests ----------------------------------------------------------------------------------------------
-
-
-def decoded(body: bytes, chunk_count: int) -> list[tuple[int, int]] | None:
-    """The ranges of a request as the mover reads them."""
-    ranges = (ctypes.c_uint64 * (2 * shapes.MAX_RANGES))()
-    count = library().decode_want(body, len(body), chunk_count, ctypes.addressof(ranges))
-    return None if count < 0 else [(ranges[2 * i], ranges[2 * i + 1]) for i in range(count)]
-
-
-@needs_mover
-@given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1)), max_size=40), st.integers(0, 2**63))
-def test_the_mover_reads_requests_as_python_does(ranges: list[tuple[int, int]], chunk_count: int) -> None:
-    is_good = all(start < stop <= chunk_count for start, stop in ranges)
-    assert decoded(msgspec.msgpack.encode(ranges), chunk_count) == (ranges if is_good else None)
-    most = [(2 * i, 2 * i + 1) for i in range(shapes.MAX_RANGES)]
-    assert decoded(msgspec.msgpack.encode(most), 1 << 20) == most
-    assert decoded(msgspec.msgpack.encode([*most, (5, 6)]), 1 << 20) is None
-    assert decoded(b"\x91\x92\xd1\xff\xff\x03", 1 << 20) is None, "a number below 0"
+# -- digests -----------------------------------------------------------------------------------------------------------
 
 
 MARGIN = 64
@@ -279,35 +246,6 @@ def test_all_loops_do_the_same() -> None:
                     assert ctypes.string_at(into, 64 * count) == room.bytes[index : index + 64 * count]
 
 
-@needs_mover
-def test_what_changes_while_it_is_copied_never_differs_from_its_digest() -> None:
-    """Another thread writes without a pause; whatever arrived, its digest is the one that was given for it."""
-    size = 256 * 1024
-    room, lib, is_over = Room(size, seed=6), library(), threading.Event()
-
-    def write() -> None:
-        value = 0
-        while not is_over.is_set():
-            value = (value + 1) % 256
-            ctypes.memset(room.address, value, size)
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    try:
-        found, memory = ctypes.create_string_buffer(16), ctypes.create_string_buffer(size + MARGIN)
-        into = ctypes.addressof(memory) + -ctypes.addressof(memory) % 16
-        for round_ in range(100):
-            shift = (0, 16, 1)[round_ % 3]
-            state = shapes.DigestState()
-            lib.digest_begin(state, size)
-            lib.digest_copy(state, into + shift, room.address, size)
-            assert lib.digest_end(state, found) == 1
-            assert found.raw == xxhash.xxh3_128_digest(ctypes.string_at(into + shift, size))
-    finally:
-        is_over.set()
-        writer.join()
-
-
 # -- reads without the interpreter, and yet in the hand of those who may end them --------------------------------------
 
 
@@ -341,7 +279,7 @@ def no_switching() -> Iterator[None]:
 
 
 @needs_mover
-@kinds
+@some_kinds
 @pytest.mark.processes
 @pytest.mark.usefixtures("no_switching")
 def test_bytes_come_while_the_interpreter_is_never_let_go(make: Make, spawn: Spawn) -> None:
@@ -366,35 +304,27 @@ def test_bytes_come_while_the_interpreter_is_never_let_go(make: Make, spawn: Spa
     assert target.told_bytes == count * CHUNK
 
 
-def waiting(make: Make, target: Target, right: bytearray) -> tuple[Progress, kit.Ended]:
-    """A read that has its first chunk and waits for the second."""
-    source, reader = make(60.0), make(60.0)
-    progress = Progress(len(right) // CHUNK)
-    source.export(Export("k", b"manifest", CHUNK, kit.Pieces(right), progress))
-    _, ended = start_read(reader, source.endpoint, "k", target)
-    progress.mark(0)
-    assert target.progress.wait(0, DEADLINE_S)
-    return progress, ended
-
-
 @needs_mover
 @kinds
-@pytest.mark.parametrize("how", ["lease", "stop flag"])
-def test_after_the_end_of_the_lease_or_with_a_stop_flag_nothing_counts(make: Make, how: str) -> None:
-    right = content(4 * CHUNK)
-    target = Leased(right, CHUNK)
-    progress, ended = waiting(make, target, right)
-    if how == "lease":
-        target.until.value = time.monotonic()
-    else:
-        target.stop_flag.set()
-    before = bytes(target.progress._have)
-    progress.mark(1)
-    error = ended.wait()
-    assert isinstance(error, SessionLost)
-    assert how in str(error)
-    assert bytes(target.progress._have) == before == b"\1\0\0\0"
-    assert not any(target.buffer[2 * CHUNK :])
+def test_after_the_end_of_the_lease_or_with_a_stop_flag_nothing_counts(make: Make) -> None:
+    right, source, reader = content(4 * CHUNK), make(60.0), make(60.0)
+    for how in ("lease", "stop flag"):
+        progress, target = Progress(4), Leased(right, CHUNK)
+        source.export(Export("k", b"manifest", CHUNK, kit.Pieces(right), progress))
+        _, ended = start_read(reader, source.endpoint, "k", target)
+        progress.mark(0)
+        assert target.progress.wait(0, DEADLINE_S)
+        if how == "lease":
+            target.until.value = time.monotonic()
+        else:
+            target.stop_flag.set()
+        before = bytes(target.progress._have)
+        progress.mark(1)
+        error = ended.wait()
+        assert isinstance(error, SessionLost)
+        assert how in str(error)
+        assert bytes(target.progress._have) == before == b"\1\0\0\0"
+        assert not any(target.buffer[2 * CHUNK :])
 
 
 @needs_mover
@@ -420,35 +350,6 @@ def test_what_counts_was_judged_and_without_digests_all_counts(make: Make) -> No
     assert target.told_bytes == len(target.order) * CHUNK
     assert read_all(reader, source.endpoint, "k", unchecked) is None
     assert unchecked.buffer == wrong
-
-
-@needs_mover
-@kinds
-def test_terms_that_do_not_fit_are_not_taken_and_a_sink_that_fails_ends_the_read(make: Make) -> None:
-    """Too few digests, or marks for another number of chunks: then Python brings the bytes, and the sink judges."""
-
-    class Odd(Target):
-        digest_count, mark_count, flag_count = 8, 8, 1
-
-        def terms(self) -> Terms | None:
-            marks = Progress(self.mark_count)
-            return Terms(b"".join(self.digests[: self.digest_count]), marks, (self.stop_flag,) * self.flag_count)
-
-    class Deaf(Target):
-        def told(self, size_bytes: int) -> None:
-            raise RuntimeError("a bug of the sink's")
-
-    right = content(8 * CHUNK)
-    source, reader, progress = make(), make(), Progress(8)
-    source.export(full("k", right, CHUNK))
-    for odd in ({"digest_count": 7}, {"mark_count": 7}, {"flag_count": 5}):
-        target = Odd(right, CHUNK)
-        vars(target).update(odd)
-        assert read_all(reader, source.endpoint, "k", target) is None
-        assert sorted(target.order) == list(range(8))
-    source.export(Export("k", b"manifest", CHUNK, kit.Pieces(right), progress))  # so that news do not come at the end
-    progress.mark(0)
-    assert "a bug of the sink's" in str(read_all(reader, source.endpoint, "k", Deaf(right, CHUNK)))
 
 
 class Apart(kit.Pieces):
@@ -486,7 +387,7 @@ def test_what_lies_between_small_tensors_stays_as_it_was(make: Make) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("kind", "reader_way"),
-    [("tcp-lending-2", "python"), ("local-3", "native"), ("local-3", "python")],
+    [("tcp-lending-2", "python"), ("local-3", "python")],
     indirect=["kind"],
 )
 def test_each_way_understands_the_other(kind: kit.Kind, make: Make, reader_way: str) -> None:

@@ -30,7 +30,7 @@ from .native import needs_mover
 
 pytestmark = needs_mover
 
-ROUNDS = int(os.environ.get("FUZZ_ROUNDS", "900"))
+ROUNDS = int(os.environ.get("FUZZ_ROUNDS", "300"))
 SIZE, CHUNK = 5000, 700
 COUNT = chunk_count(SIZE, CHUNK)
 MARGIN = 256

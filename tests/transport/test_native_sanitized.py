@@ -43,16 +43,17 @@ def sanitized(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return made, runtime
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "tests",
     [
         ["test_native_fuzz.py"],
-        pytest.param(["test_native.py", "-k", "not build"], marks=pytest.mark.long),
-        pytest.param(["test_tiles_bounds.py"], marks=pytest.mark.long),
-        pytest.param(["test_tiles.py", "-k", "tcp-lending-2 or local-3 or local-mapped-3"], marks=pytest.mark.long),
-        pytest.param(["test_contract.py", "-k", "tcp-lending-2 or local-3 or local-mapped-3"], marks=pytest.mark.long),
+        ["test_native.py", "-k", "not build"],
+        ["test_tiles_bounds.py"],
+        ["test_tiles.py", "-k", "tcp-lending-2 or local-3 or local-mapped-3"],
+        ["test_contract.py", "-k", "tcp-lending-2 or local-3 or local-mapped-3"],
     ],
     ids=lambda tests: tests[0],
 )
@@ -64,7 +65,7 @@ def test_nothing_is_touched_that_is_not_its_own(sanitized: tuple[Path, str], tes
         "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0:exitcode=99",
         "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
         "PYTHONMALLOC": "malloc",
-        "FUZZ_ROUNDS": os.environ.get("FUZZ_ROUNDS", "600"),
+        "FUZZ_ROUNDS": os.environ.get("FUZZ_ROUNDS", "900"),
     }
     environ.pop(load.VARIABLE, None)
     done = subprocess.run(

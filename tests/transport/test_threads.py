@@ -99,7 +99,7 @@ def test_nothing_is_kept_of_an_error_that_became_another() -> None:
 # -- shortages ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["tcp-3", "local-3", "pretended-nixl-2"], indirect=True)
+@pytest.mark.parametrize("kind", ["tcp-3", "local-3"], indirect=True)
 def test_a_reader_without_a_descriptor_knows_that_it_met_a_limit(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     class Limited(socket.socket):
         def __init__(self, *arguments: object, **named: object) -> None:
@@ -181,14 +181,6 @@ def test_the_interval_is_short_until_the_last_block_has_ended_and_what_the_progr
         assert sys.getswitchinterval() == pytest.approx(set_s)
 
 
-@pytest.mark.usefixtures("usual")
-def test_a_forked_child_has_the_usual_interval() -> None:
-    with ShortSwitchInterval():
-        assert child_says(is_usual)
-        assert is_short()
-    assert is_usual()
-
-
 class Looking(Target):
     """Notes how long threads wait for the interpreter when it is asked what it wants."""
 
@@ -200,7 +192,7 @@ class Looking(Target):
 
 
 @pytest.mark.usefixtures("usual")
-@pytest.mark.parametrize("kind", ["tcp-3", "tcp-python", "local-3"], indirect=True)
+@pytest.mark.parametrize("kind", ["tcp-3", "tcp-python"], indirect=True)
 def test_a_read_begins_with_the_short_interval_and_goes_on_with_the_usual_one(make: Make) -> None:
     right, source, reader = content(8 * CHUNK), make(), make()
     progress, target = Progress(8), Looking(right, CHUNK)
@@ -262,8 +254,7 @@ def child_says(judge: Callable[[], bool], forked: Callable[[], object] = lambda:
     return code == 0
 
 
-@pytest.mark.parametrize("end", ["-accept", "-read-"])
-@pytest.mark.parametrize("kind", ["tcp-1", "local-1"], indirect=True)
+@pytest.mark.parametrize(("kind", "end"), [("tcp-1", "-accept"), ("local-1", "-read-")], indirect=["kind"])
 def test_a_child_has_no_socket_that_was_just_made(make: Make, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right, source, reader = content(64), make(), make()
     source.export(full("k", right, 64))
