@@ -2,7 +2,6 @@
 
 import gc
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -18,13 +17,10 @@ from tensorhub.transport.base import ByteStream
 from tensorhub.transport.nixl import agent as nixl_agent
 from tensorhub.transport.nixl import probe
 from tensorhub.transport.nixl.agent import (
-    DESCRIPTOR_BYTES,
     Agent,
     Facts,
-    Place,
     Region,
     advantage,
-    cut,
     lane,
     why_tcp,
 )
@@ -33,7 +29,7 @@ from tensorhub.transport.tcp import wire as tcp_wire
 from tensorhub.transport.tcp.wire import Wire
 
 from . import kit
-from .conftest import Spawn, line
+from .conftest import Spawn, closed_at_the_end, line
 from .kit import DEADLINE_S, MIB, Gate, Target, content, full, read_all, start_read
 
 CHUNK = 4096
@@ -43,15 +39,7 @@ Make = Callable[..., NixlTransport]
 
 @pytest.fixture
 def make(nothing_left_behind: None) -> Iterator[Make]:
-    made: list[NixlTransport] = []
-
-    def one(**settings: object) -> NixlTransport:
-        made.append(NixlTransport(NixlSettings(**{"thread_bytes": 1024, **settings})))  # type: ignore[arg-type]
-        return made[-1]
-
-    yield one
-    for transport in made:
-        transport.close()
+    yield from closed_at_the_end(lambda **settings: NixlTransport(NixlSettings(**{"thread_bytes": 1024, **settings})))
 
 
 # -- the probe -------------------------------------------------------------------------------------------------------
@@ -62,9 +50,7 @@ def make(nothing_left_behind: None) -> Iterator[Make]:
     [
         ("import time; time.sleep(600)", "did not end within 1 s"),
         ("import os; os.abort()", "SIGABRT"),
-        ("import sys; sys.exit('no such library')", "no such library"),
         ("raise ImportError('libcuda.so.1: cannot open')", "libcuda.so.1"),
-        ("print('hello')", "_bindings"),
     ],
 )
 def test_a_probe_survives_whatever_loading_does(
@@ -139,36 +125,6 @@ def test_what_gives_nixl_an_advantage(tmp_path: Path) -> None:
     assert advantage(tmp_path / "none", gpus) == (True, "a GPU (CUDA IPC, NVLink)")
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_both_ends_are_cut_alike(seed: int) -> None:
-    """Every byte once, in order; no descriptor crosses a chunk's border, an end's interruption, or the limit."""
-    chance = random.Random(seed)
-    size = chance.randrange(1, 5 * DESCRIPTOR_BYTES)
-    chunk_bytes = chance.choice([1000, 65536, DESCRIPTOR_BYTES, 3 * DESCRIPTOR_BYTES])
-    sides: list[list[Place]] = [[], []]
-    for places in sides:
-        at, left = chance.randrange(1 << 40), size
-        while left:
-            length = min(left, chance.randrange(1, size + 1))
-            places.append(Place(chance.randrange(3), at, length))
-            at, left = at + length + chance.randrange(1, 100), left - length  # no two touch
-    done = 0
-    joined: list[list[Place]] = [[], []]
-    for chunk, *pair in cut(*sides, chunk_bytes):
-        size_bytes = pair[0].size_bytes
-        assert size_bytes == pair[1].size_bytes <= DESCRIPTOR_BYTES
-        assert chunk == done // chunk_bytes == (done + size_bytes - 1) // chunk_bytes
-        done += size_bytes
-        for place, found in zip(pair, joined, strict=True):
-            last = found[-1] if found else Place(0, 0, 0)
-            if (last.device, last.address + last.size_bytes) == (place.device, place.address):
-                found[-1] = Place(place.device, last.address, last.size_bytes + place.size_bytes)
-            else:
-                found.append(place)
-    assert joined == sides
-    assert done == size
-
-
 @pytest.mark.parametrize("endpoint", ["tcp://a:1", "nixl://", "nixl://a", "nixl", "", "nixl://a:99999"])
 def test_endpoints_that_are_none(endpoint: str) -> None:
     with pytest.raises(ValueError, match=r".+"):
@@ -234,27 +190,6 @@ def test_a_read_that_does_not_end_is_fenced_and_the_transport_goes_on(make: Make
     finally:
         peer.kill()
         peer.communicate()
-
-
-@needs_nixl
-def test_memory_is_registered_once_and_forgotten_with_its_stream(make: Make) -> None:
-    right = content(5 * CHUNK)
-    source, reader = make(), make()
-    export = full("k", right, CHUNK)
-    source.export(export)
-    target = Target(right, CHUNK)
-    for _ in range(3):
-        assert read_all(reader, source.endpoint, "k", target) is None
-        assert source.withdraw("k", timeout_s=DEADLINE_S)
-        source.export(export)
-    agent = reader._agents.current()
-    region = agent.region(target.stream)
-    assert region is agent.region(target.stream)
-    assert len(agent._regions) == 1
-    del target
-    gc.collect()
-    assert agent.region(export.stream) is not region
-    assert len(agent._regions) == 1
 
 
 @needs_nixl
