@@ -48,7 +48,7 @@ from .tiles_kit import (
 )
 from .tiles_kit import sources_of as sources_of_cuts
 
-SEEDS = 6
+SEEDS = 4
 
 
 @pytest.fixture(params=kit.TILES)
@@ -102,9 +102,8 @@ def test_any_layout_from_any_layout(make: Make, is_known: bool, monkeypatch: pyt
 
 @pytest.mark.usefixtures("is_fetched")
 @pytest.mark.parametrize("is_here", [True, False], ids=["here", "there"])
-@pytest.mark.parametrize("shape", [(64, 64), (301, 77)], ids=str)
-def test_what_lies_transposed_at_one_end(make: Make, shape: tuple[int, int], is_here: bool) -> None:
-    columns = transposed(*shape, is_here=is_here)
+def test_what_lies_transposed_at_one_end(make: Make, is_here: bool) -> None:
+    columns = transposed(301, 77, is_here=is_here)
     cuts = cuts_of(columns.publisher, columns.grid)
     across = across_for(columns.reader, columns.grid, sources_of(cuts))
     orders = [tile_sink._order for tile_sink in across.tile_sinks(sources_of(cuts))]
@@ -181,13 +180,13 @@ class Scene:
 
 
 def test_a_source_that_is_filling_sends_what_it_has(make: Make, found: Columns) -> None:
-    scene = Scene(found, make(1.0), make(1.0))  # and it says often enough that it waits
+    scene = Scene(found, make(0.4), make(0.4))  # and it says often enough that it waits
     progress = half_of(found.publisher[0])
     scene.export(0, progress=progress)
     reading = scene.read(0)
     half = len(scene.across.tiles) // 2
     kit.until(lambda: scene.across.missing == half, "half of it is there")
-    assert not reading.ended.event.wait(2.5), "a source that waits is not a silent one"
+    assert not reading.ended.event.wait(1.2), "a source that waits is not a silent one"
     for chunk in range(progress.chunk_count // 2, progress.chunk_count):
         progress.mark(chunk)
     assert reading.wait() is None
@@ -240,17 +239,6 @@ def test_what_lies_beside_the_wanted_part_may_change(kind: kit.Kind, make: Make,
     kit.until(lambda: scene.source.statistics()["sent_bytes"] == ROWS * COLUMNS // 2, "no byte more was sent")
 
 
-def test_another_content_under_that_key(make: Make, found: Columns) -> None:
-    scene = Scene(found, make(), make())
-    found.publisher[0].arrays["w"][:] = 1
-    (other, _) = cuts_of(found.publisher, found.grid)
-    exported(scene.source, "0", found.publisher[0], other)
-    error = scene.read(0).wait()
-    assert isinstance(error, CorruptTransfer)
-    assert "root digest" in str(error)
-    assert not any(found.reader.arrays["part"].reshape(-1)), "before a byte came"
-
-
 def test_nothing_counts_once_it_is_revoked(make: Make, found: Columns) -> None:
     scene = Scene(found, make(60.0), make(60.0))
     progress = half_of(found.publisher[0])
@@ -294,27 +282,6 @@ def test_memory_that_was_freed(kind: kit.Kind, make: Make, monkeypatch: pytest.M
 def protect(address: int, size: int, how: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(size), how) == 0
-
-
-def test_two_sources_share_and_one_is_replaced(make: Make, found: Columns) -> None:
-    """Each of several reads fails by itself."""
-    scene = Scene(found, make(60.0), make(60.0))
-    scene.export(0)
-    progress = half_of(found.publisher[1])
-    scene.export(1, progress=progress)
-    tile_sinks = scene.across.tile_sinks(scene.sources)
-    assert {tile_sink.number for tile_sink in tile_sinks} == {0, 1}
-    readings = [
-        Reading(scene.across, tile_sink, scene.reader, scene.source.endpoint, str(tile_sink.number))
-        for tile_sink in tile_sinks
-    ]
-    assert readings[0].wait() is None
-    assert scene.source.withdraw("1", timeout_s=DEADLINE_S)
-    assert isinstance(readings[1].wait(), SourceLost)
-    assert scene.across.missing == readings[1].left > 0
-    assert scene.read(0).wait() is None
-    assert scene.across.missing == 0
-    assert not found.reader.wrong(found.model)
 
 
 @pytest.mark.parametrize("way", ["native", "Python"])

@@ -17,7 +17,7 @@ import pytest
 
 from tensorhub.transport.base import Export, Progress
 from tensorhub.transport.native import load
-from tensorhub.transport.ranges import MAX_PIECES_BYTES, MAX_ROWS, PIECES, BadPieces, Batches, Room, RowStream, placed
+from tensorhub.transport.ranges import MAX_PIECES_BYTES, MAX_ROWS, PIECES, BadPieces, Batches, Room
 from tensorhub.transport.tcp import server as tcp_server
 from tensorhub.transport.tcp import wire as tcp_wire
 from tensorhub.transport.tcp.addresses import parse_endpoint
@@ -120,27 +120,6 @@ def bytes_of(words: array, first: int, last: int) -> bytes:
     return bytes(found)
 
 
-def test_rows_are_what_their_definition_says(way: str) -> None:
-    for seed in range(ROUNDS // 5):
-        chance = random.Random(seed)
-        counts, words = drawn_rows(chance)
-        batches = Batches.of(words, counts, SIZE, chunk_bytes=CHUNK)
-        expected = bytes_of(words, 0, len(words) // 6)
-        assert batches.size_bytes == len(expected)
-        start = chance.randrange(len(expected) + 1)
-        stop = chance.randint(start, len(expected))
-        for piece_bytes in (0, 37):
-            stream = kit.Pieces(RIGHT, piece_bytes)
-            with RowStream(stream, batches.rows).views_to_read(start, stop) as views:
-                assert b"".join(views) == expected[start:stop], seed
-        ranges = batches.rows.ranges(start, stop)
-        assert b"".join(bytes(RIGHT[at : at + length]) for at, length in ranges) == expected[start:stop]
-        there = placed(batches.rows, kit.Pieces(RIGHT))
-        assert (there is not None) == (way == "native")
-        if there is not None:
-            assert there.table.size == len(expected)
-
-
 def requests(chance: random.Random) -> tuple[bytes, bytes]:
     """What a reader wants, and asks for, mutated."""
     counts, words = drawn_rows(chance)
@@ -215,14 +194,20 @@ def source() -> Iterator[TcpTransport]:
     transport.close()
 
 
-def wanting(
-    source: TcpTransport, data: bytes, *, kind: int = PIECES, length: int | None = None, key: str = "k"
-) -> Wire:
-    """A reader that has said what it wants."""
+def welcomed(source: TcpTransport, key: str) -> Wire:
+    """A reader of tiles that has greeted."""
     wire = Wire(socket.create_connection(parse_endpoint(source.endpoint)[0]), SETTINGS)
     wire.limit_waits(receive_s=DEADLINE_S, send_s=DEADLINE_S)
     wire.send_greeting(Hello("", key, 0, 5000, False, has_pieces=True))
     assert isinstance(wire.receive_greeting(DEADLINE_S), Welcome)
+    return wire
+
+
+def wanting(
+    source: TcpTransport, data: bytes, *, kind: int = PIECES, length: int | None = None, key: str = "k"
+) -> Wire:
+    """A reader that has said what it wants."""
+    wire = welcomed(source, key)
     wire.send([HEADER.pack(kind, len(data) if length is None else length, 0), data])
     return wire
 
@@ -292,10 +277,7 @@ def test_who_drips_what_it_wants_keeps_nobody_out(source: TcpTransport, monkeypa
 
 def test_what_is_wanted_lasts_no_longer_than_its_export(source: TcpTransport) -> None:
     """A source that waits for what a reader wants, and for what it asks for, can be called away."""
-    waiting = Wire(socket.create_connection(parse_endpoint(source.endpoint)[0]), SETTINGS)
-    waiting.limit_waits(receive_s=DEADLINE_S, send_s=DEADLINE_S)
-    waiting.send_greeting(Hello("", "k", 0, 5000, False, has_pieces=True))
-    assert isinstance(waiting.receive_greeting(DEADLINE_S), Welcome)
+    waiting = welcomed(source, "k")
     asking = wanting(source, body([1], GOOD))
     assert asking.receive_header() == (tcp_wire.WAITING, 0, 0)
     withdraw(source, "k")
