@@ -206,14 +206,3 @@ class Fleet:
     def close(self) -> None:
         for node in self.nodes:
             node.close()
-
-
-def told(story, make):
-    """Carry it out in a loop, with a fleet that is closed again."""
-
-    async def body():
-        fleet = make()
-        with contextlib.closing(fleet):
-            await story(fleet)
-
-    asyncio.run(body())

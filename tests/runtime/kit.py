@@ -18,6 +18,10 @@ from tensorhub.protocol.names import ModelName, ReplicaName, Shard
 from tensorhub.runtime.config import access_of
 from tensorhub.runtime.connection import encode
 
+UPGRADE = (  # a client's request for a WebSocket
+    b"GET /v1/session HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+)
 STANDSTILL_S = 4.0  # of a busy machine, while something is timed
 PATIENCE_S = 30.0  # what must happen happens by then, beside busy processes too
 

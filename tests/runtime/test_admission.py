@@ -25,16 +25,12 @@ from tensorhub.protocol.messages import MAX_LAYOUT_BYTES, LayoutInfo, LayoutWant
 from tensorhub.protocol.settings import Settings
 from tensorhub.runtime import admission, answers, serving
 from tensorhub.runtime import server as server_module
-from tensorhub.runtime.admission import EVERY_S, FAILED, MALFORMED, PIECE_BYTES, SHORTAGE, Accepted, Seldom
+from tensorhub.runtime.admission import EVERY_S, FAILED, SHORTAGE, Seldom
 from tensorhub.runtime.connection import decode_to_worker, encode
 from tensorhub.runtime.serving import ServerThread
 
-from .kit import PATIENCE_S, eventually, hello, own_token
+from .kit import PATIENCE_S, UPGRADE, eventually, hello, own_token
 
-UPGRADE = (
-    b"GET /v1/session HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
-    b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
-)
 ASK = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
 MASK = bytes(4)  # it changes nothing
 DEADLINE_S = 60.0
@@ -85,24 +81,17 @@ class Raw:
         self.sock.close()
 
 
-def test_who_begins_a_long_frame_is_refused_before_it_is_whole(server):
-    with Raw(server.address) as stranger:
-        stranger.sock.sendall(beginning(8 << 20) + bytes(admission.MAX_OF_ONE_BYTES))
-        refusal = stranger.hear()
-        assert isinstance(refusal, Refusal)
-        assert "too much before any Hello" in refusal.message
-        assert stranger.hear() is None
-
-
-def test_many_short_frames_are_too_much_as_well(server):
-    with Raw(server.address) as stranger:
-        part = struct.pack("!BBH", 0x02, 0xFE, 1000) + MASK + bytes(1000)  # of a message that has no end
-        stranger.sock.sendall(part + b"".join(b"\x00" + part[1:] for _ in range(69)))
-        assert isinstance(stranger.hear(), Refusal)
-
-
-def test_what_comes_with_the_request_counts(server):
-    with Raw(server.address, first=beginning(8 << 20) + bytes(admission.MAX_OF_ONE_BYTES)) as stranger:
+def test_who_begins_a_long_message_is_refused_before_it_is_whole(server):
+    frame = beginning(8 << 20) + bytes(admission.MAX_OF_ONE_BYTES)
+    part = struct.pack("!BBH", 0x02, 0xFE, 1000) + MASK + bytes(1000)  # of a message that has no end
+    for said in (frame, part + b"".join(b"\x00" + part[1:] for _ in range(69))):
+        with Raw(server.address) as stranger:
+            stranger.sock.sendall(said)
+            refusal = stranger.hear()
+            assert isinstance(refusal, Refusal)
+            assert "too much before any Hello" in refusal.message
+            assert stranger.hear() is None
+    with Raw(server.address, first=frame) as stranger:  # what comes with the request counts
         if b" 101 " in stranger.status:  # it came in two
             assert isinstance(stranger.hear(), Refusal)
         else:  # up to 3.14.3 aiohttp has closed the connection before it can answer
@@ -136,18 +125,15 @@ def test_all_strangers_together_have_a_limit_that_no_worker_meets(server, monkey
     eventually(lambda: most.held_bytes == 0, "nothing is held of those who have gone")
 
 
-@pytest.mark.parametrize("asks", [b"", ASK, UPGRADE], ids=["nothing", "a question", "a line"])
-def test_idle_strangers_do_not_use_up_the_descriptors(server, monkeypatch, asks):
+def test_idle_strangers_do_not_use_up_the_descriptors(server, monkeypatch):
     """One that says nothing has 5 s else, and one that has asked once 75 s."""
     monkeypatch.setattr(admission, "_lowest_free", lambda: inf)  # none is left, whatever is closed
     monkeypatch.setattr(server_module, "HELLO_S", 2 * DEADLINE_S)
-    host, port = server.address.split(":")
     with tensorhub.open("m", replica="r", server=server.address) as weights:
-        with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as stranger:
-            stranger.sendall(asks)
-            with contextlib.suppress(ConnectionError):
-                while stranger.recv(4096):
-                    pass
+        for asks in (b"", ASK, UPGRADE):
+            with connected(server, keeps_bytes=1 << 16) as stranger:
+                stranger.sendall(asks)
+                rest(stranger)
         assert weights.statistics()["connects"] == 1, "a worker stays"
 
 
@@ -173,16 +159,17 @@ GOODBYES = {
 
 
 @pytest.mark.usefixtures("no_collector")
-@pytest.mark.parametrize("said", GOODBYES.values(), ids=GOODBYES)
-def test_nothing_is_kept_of_who_has_gone(server, said):
+def test_nothing_is_kept_of_who_has_gone(server):
     """Not in a circle either: a server looks for those seldom."""
-    lines = server._server.shell._sockets
-    with Raw(server.address) as stranger:
-        eventually(lambda: lines, "it is connected")
-        kept = [weakref.ref(line.websocket) for line in list(lines.values())]
-        with contextlib.suppress(ConnectionError):  # it was hung up on
-            stranger.sock.sendall(said)
-    eventually(lambda: all(each() is None for each in kept), "it is forgotten")
+    lines, kept = server._server.shell._sockets, {}
+    for name, said in GOODBYES.items():
+        with Raw(server.address) as stranger:
+            eventually(lambda: len(lines) == 1, "it is connected")
+            kept[name] = [weakref.ref(line.websocket) for line in list(lines.values())]
+            with contextlib.suppress(ConnectionError):  # it was hung up on
+                stranger.sock.sendall(said)
+        eventually(lambda: not lines, "it has gone")
+    eventually(lambda: all(each() is None for ones in kept.values() for each in ones), f"all are forgotten: {kept}")
 
 
 # --- questions and answers --------------------------------------------------------------------------------------------
@@ -191,72 +178,6 @@ def test_nothing_is_kept_of_who_has_gone(server, said):
 LONG = b"x" * (16 << 20)  # more than any kernel keeps for a reader
 STRANGE = b"GET %s HTTP/1.1\r\nHost: localhost\r\n\r\n"  # it shows no token
 ASK_FOR = STRANGE.replace(b"\r\n\r\n", f"\r\nAuthorization: Bearer {own_token()}\r\n\r\n".encode())
-
-
-class Wire:
-    """A transport."""
-
-    def __init__(self) -> None:
-        self.waiting_bytes, self.is_aborted, self.is_ending = 0, False, False
-
-    def get_write_buffer_size(self) -> int:
-        return self.waiting_bytes
-
-    def is_closing(self) -> bool:
-        return self.is_ending
-
-    def abort(self) -> None:
-        self.is_aborted, self.is_ending, self.waiting_bytes = True, True, 0
-
-
-class Protocol:
-    """What hears a connection."""
-
-    transport: Wire | None = None
-
-
-class Story:
-    """One connection, and a clock."""
-
-    def __init__(self) -> None:
-        self.now, self.wire = 100.0, Wire()
-        self.protocol = Protocol()
-        self.accepted = Accepted(lambda: self.now)
-        self.accepted.server = SimpleNamespace(connections=[self.protocol])
-        self.request = SimpleNamespace(protocol=self.protocol, transport=self.wire)
-
-    def sweep(self, after_s: float = 0.0, *, short: bool = False) -> bool:
-        """Whether the connection still lives then."""
-        self.now += after_s
-        self.accepted.sweep(self.now, hello_s=5.0, stuck_s=5.0, idle_s=0.5 if short else inf)
-        return not self.wire.is_aborted
-
-
-@pytest.fixture
-def story():
-    found = Story()
-    found.protocol.transport = found.wire
-    found.sweep()
-    return found
-
-
-def test_who_takes_too_little_is_cut(story):
-    story.accepted.keep(story.request)
-    story.wire.waiting_bytes = 10 * PIECE_BYTES
-    story.sweep()
-    for _ in range(4):
-        story.wire.waiting_bytes -= PIECE_BYTES
-        assert story.sweep(4.0), "it takes enough"
-    story.wire.waiting_bytes -= 1000
-    assert story.sweep(4.0)
-    assert not story.sweep(2.0)
-
-
-def test_an_answer_that_nobody_takes_does_not_keep_a_connection_that_closes(story):
-    story.accepted.keep(story.request)
-    story.wire.waiting_bytes, story.wire.is_ending, story.protocol.transport = 1000, True, None
-    assert story.sweep()
-    assert not story.sweep(6.0)
 
 
 # --- a hasty ---------------------------------------------------------------------------------------------------------
@@ -294,15 +215,12 @@ def rest(found: socket.socket) -> bytes:
     return bytes(said)
 
 
-@pytest.mark.parametrize(
-    "said", [b"", b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n"], ids=["nothing", "half a request"]
-)
-def test_who_completes_no_request_is_hung_up_on(hasty, said):
-    with connected(hasty) as silent, connected(hasty) as asker:
+def test_who_completes_no_request_is_hung_up_on(hasty):
+    with connected(hasty) as silent, connected(hasty) as slow, connected(hasty) as asker:
         asker.sendall(ASK_FOR % b"/healthz")
         assert b" 200 " in asker.recv(4096)
-        silent.sendall(said)
-        assert rest(silent) == b""
+        slow.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n")
+        assert rest(silent) == rest(slow) == b""
         asker.sendall(2 * (ASK_FOR % b"/healthz") + ASK_FOR % b"/v1/wait?model=m&spec=1&timeout=0.5")
         heard = b""
         while b'{"version":null}' not in heard:
@@ -406,19 +324,18 @@ def status_of(address: str, path: str, **headers: str) -> tuple[int, str]:
     return asyncio.run(talk())
 
 
-@pytest.mark.parametrize("headers", PAGES.values(), ids=PAGES)
-def test_a_page_is_refused_though_it_has_the_token(server, headers) -> None:
-    wanted = 421 if "Host" in headers else 403
-    for path in ("/v1/session", "/v1/status", "/v1/wait?model=m&spec=1", "/healthz", "/nowhere"):
-        assert status_of(server.address, path, **headers)[0] == wanted
-
-    async def join() -> int:
+def test_a_page_is_refused_though_it_has_the_token(server) -> None:
+    async def join(headers: dict[str, str]) -> int:
         async with aiohttp.ClientSession() as http:
             with pytest.raises(aiohttp.WSServerHandshakeError) as found:
                 await http.ws_connect(f"http://{server.address}/v1/session", headers=headers)
             return found.value.status
 
-    assert asyncio.run(join()) == wanted
+    for name, headers in PAGES.items():
+        wanted = 421 if "Host" in headers else 403
+        for path in ("/v1/session", "/v1/status", "/v1/wait?model=m&spec=1", "/healthz", "/nowhere"):
+            assert status_of(server.address, path, **headers)[0] == wanted, name
+        assert asyncio.run(join(headers)) == wanted, name
 
 
 def test_a_page_cannot_join_a_server_that_asks_for_no_token() -> None:
@@ -510,6 +427,7 @@ def limited(tmp_path: Path, soft: int, hard: int):
             assert it.wait(PATIENCE_S) == 0
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_server_takes_all_that_it_may_have_and_says_when_that_is_too_little(tmp_path):
     with limited(tmp_path, FEW, 2 * FEW) as (_, process, log):
@@ -547,15 +465,6 @@ def said(monkeypatch, caplog):
         return found[0] if found else None
 
     return say
-
-
-def test_what_is_no_http_is_one_line_in_a_while(said):
-    malformed = BadHttpMessage("no host")
-    assert said(malformed, 1.0) == ("request from x: it is no HTTP (BadHttpMessage)", False)
-    assert [said(malformed, 2.0 + number) for number in range(3)] == [None] * 3
-    later = said(malformed, 1.0 + EVERY_S[MALFORMED])
-    assert later == ("request from x: it is no HTTP (BadHttpMessage); 3 more like it since the last one said", False)
-    assert said(malformed, 2.0 + 2 * EVERY_S[MALFORMED]) == ("request from x: it is no HTTP (BadHttpMessage)", False)
 
 
 def test_a_defect_of_ours_keeps_its_traceback_beside_what_strangers_send(said):

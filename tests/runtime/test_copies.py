@@ -55,7 +55,7 @@ def copies(registration: Registration, told: list[Event], is_told: asyncio.Event
     return made
 
 
-def test_close_waits_for_the_chunk_in_hand_and_no_other_is_begun() -> None:
+async def test_close_waits_for_the_chunk_in_hand_and_no_other_is_begun() -> None:
     reached, go_on, begun = threading.Event(), threading.Event(), []
 
     def before() -> None:
@@ -63,81 +63,72 @@ def test_close_waits_for_the_chunk_in_hand_and_no_other_is_begun() -> None:
         reached.set()
         assert go_on.wait(DEADLINE_S)
 
-    async def run() -> None:
-        registration, content = held(before)
-        told, is_told = [], asyncio.Event()
-        found = copies(registration, told, is_told)
-        found.copy_to_host(content)
-        assert await asyncio.to_thread(reached.wait, DEADLINE_S)
-        closing = asyncio.create_task(asyncio.to_thread(found.close))
-        done, _ = await asyncio.wait([closing], timeout=0.2)
-        assert not done  # a thread is still in the tensors
-        go_on.set()
-        async with asyncio.timeout(DEADLINE_S):
-            await closing
-            in_hand = len(begun)
-            await is_told.wait()
-        assert in_hand == len(begun) < 8000 // CHUNK
-        assert isinstance(told[0], CopiedOut)
-        assert told[0].failure is not None
-
-    asyncio.run(run())
+    registration, content = held(before)
+    told, is_told = [], asyncio.Event()
+    found = copies(registration, told, is_told)
+    found.copy_to_host(content)
+    assert await asyncio.to_thread(reached.wait, DEADLINE_S)
+    closing = asyncio.create_task(asyncio.to_thread(found.close))
+    done, _ = await asyncio.wait([closing], timeout=0.2)
+    assert not done  # a thread is still in the tensors
+    go_on.set()
+    async with asyncio.timeout(DEADLINE_S):
+        await closing
+        in_hand = len(begun)
+        await is_told.wait()
+    assert in_hand == len(begun) < 8000 // CHUNK
+    assert isinstance(told[0], CopiedOut)
+    assert told[0].failure is not None
 
 
 @pytest.mark.parametrize("error", [RuntimeError("the device is gone"), MemoryError()])
-def test_an_error_that_nobody_thought_of_ends_the_copy_and_is_told(error: Exception) -> None:
+async def test_an_error_that_nobody_thought_of_ends_the_copy_and_is_told(error: Exception) -> None:
     def before() -> None:
         raise error
 
-    async def run() -> None:
-        registration, content = held(before)
-        told, is_told = [], asyncio.Event()
-        copies(registration, told, is_told).copy_to_host(content)
-        async with asyncio.timeout(DEADLINE_S):
-            await is_told.wait()
-        assert isinstance(told[0], CopiedOut)
-        assert told[0].failure is not None
-        assert repr(error) in told[0].failure.message
-
-    asyncio.run(run())
+    registration, content = held(before)
+    told, is_told = [], asyncio.Event()
+    copies(registration, told, is_told).copy_to_host(content)
+    async with asyncio.timeout(DEADLINE_S):
+        await is_told.wait()
+    assert isinstance(told[0], CopiedOut)
+    assert told[0].failure is not None
+    assert repr(error) in told[0].failure.message
 
 
-def test_a_copy_outlives_the_tensors_of_which_it_is_one() -> None:
-    async def run() -> None:
-        tensor = np.arange(1000, dtype=np.float64)
-        expected, former = tensor.tobytes(), weakref.ref(tensor)
-        registration = register({"w": tensor})
-        manifest = build_manifest(registration, CHUNK)
-        content = Content(Version(1), manifest.root(), "m/1/0", registration)
-        content.manifest = manifest
-        told, is_told = [], asyncio.Event()
-        found = copies(registration, told, is_told)
-        found.copy_to_host(content)
-        async with asyncio.timeout(DEADLINE_S):
-            await is_told.wait()
-        assert told == [CopiedOut(Version(1))]
-        assert found.register(register({"b": np.zeros(10)})) > 0
-        del tensor, registration, content
-        await asyncio.sleep(0)  # the task that copied lets go of what it copied
-        gc.collect()
-        assert former() is None
-        assert found.used_bytes == 8000
-        copy = found.content(Version(1), manifest.root()).registration
-        with copy.stream.views_to_read(0, 8000) as views:
-            assert b"".join(views) == expected
-        is_told.clear()
-        found.drop(Version(1))
-        async with asyncio.timeout(DEADLINE_S):
-            await is_told.wait()
-        assert told[1:] == [CopyDropped(Version(1))]
-        assert found.used_bytes == 0  # nothing is kept for the next: it would be of tensors that are gone
-
-    asyncio.run(run())
+async def test_a_copy_outlives_the_tensors_of_which_it_is_one() -> None:
+    tensor = np.arange(1000, dtype=np.float64)
+    expected, former = tensor.tobytes(), weakref.ref(tensor)
+    registration = register({"w": tensor})
+    manifest = build_manifest(registration, CHUNK)
+    content = Content(Version(1), manifest.root(), "m/1/0", registration)
+    content.manifest = manifest
+    told, is_told = [], asyncio.Event()
+    found = copies(registration, told, is_told)
+    found.copy_to_host(content)
+    async with asyncio.timeout(DEADLINE_S):
+        await is_told.wait()
+    assert told == [CopiedOut(Version(1))]
+    assert found.register(register({"b": np.zeros(10)})) > 0
+    del tensor, registration, content
+    await asyncio.sleep(0)  # the task that copied lets go of what it copied
+    gc.collect()
+    assert former() is None
+    assert found.used_bytes == 8000
+    copy = found.content(Version(1), manifest.root()).registration
+    with copy.stream.views_to_read(0, 8000) as views:
+        assert b"".join(views) == expected
+    is_told.clear()
+    found.drop(Version(1))
+    async with asyncio.timeout(DEADLINE_S):
+        await is_told.wait()
+    assert told[1:] == [CopyDropped(Version(1))]
+    assert found.used_bytes == 0  # nothing is kept for the next: it would be of tensors that are gone
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_what_is_in_no_box_stays_as_it_is_when_a_host_copy_is_copied_in(seed: int) -> None:
-    async def story(fleet: Fleet) -> None:
+@pytest.mark.parametrize("seed", range(2))
+async def test_what_is_in_no_box_stays_as_it_is_when_a_host_copy_is_copied_in(seed: int) -> None:
+    with contextlib.closing(Fleet(seed, publishers=1 + seed % 3, readers=1 + seed % 2)) as fleet:
         fleet.publish()
         for reader in fleet.readers:
             outside = reader.shard.outside()
@@ -147,9 +138,3 @@ def test_what_is_in_no_box_stays_as_it_is_when_a_host_copy_is_copied_in(seed: in
             assert copied == [CopiedIn(V, None)]
             assert reader.shard.wrong(fleet.model) == []
             assert all((a == b).all() for a, b in zip(outside, reader.shard.outside(), strict=True))
-
-    async def body() -> None:
-        with contextlib.closing(Fleet(seed, publishers=1 + seed % 3, readers=1 + seed % 2)) as fleet:
-            await story(fleet)
-
-    asyncio.run(body())

@@ -210,99 +210,81 @@ class Worker:
         await asyncio.to_thread(eventually, lambda: not self.driver.registered and not pinned_bytes())
 
 
-def test_memory_is_there_before_a_copy_is_wanted_and_serves_the_next_one_too() -> None:
-    async def run() -> None:
-        worker = Worker()
-        await worker.prepared()
-        assert sum(worker.driver.registered.values()) == pinned_bytes() == worker.copies.used_bytes == SIZE
-        for _ in range(2):
-            assert await worker.copied_out() == CopiedOut(V)
-            assert await worker.copied_in() == CopiedIn(V, None)
-            assert worker.memory.tobytes() == worker.bytes
-            await worker.dropped()
-        assert set(worker.device.copies) == {"to host", "to device"}
-        assert worker.device.through_ring == 0
-        assert worker.driver.count == 11, "each step once"
-        worker.copies.register(register({"other": np.zeros(10)}))
-        await worker.all_given_back()
-
-    asyncio.run(run())
+async def test_memory_is_there_before_a_copy_is_wanted_and_serves_the_next_one_too() -> None:
+    worker = Worker()
+    await worker.prepared()
+    assert sum(worker.driver.registered.values()) == pinned_bytes() == worker.copies.used_bytes == SIZE
+    for _ in range(2):
+        assert await worker.copied_out() == CopiedOut(V)
+        assert await worker.copied_in() == CopiedIn(V, None)
+        assert worker.memory.tobytes() == worker.bytes
+        await worker.dropped()
+    assert set(worker.device.copies) == {"to host", "to device"}
+    assert worker.device.through_ring == 0
+    assert worker.driver.count == 11, "each step once"
+    worker.copies.register(register({"other": np.zeros(10)}))
+    await worker.all_given_back()
 
 
 @pytest.mark.parametrize("hole", [0, 64])
-def test_tiles_are_copied_directly_where_they_fill_the_memory(hole: int) -> None:
-    async def run() -> None:
-        worker = Worker(boxes=[Box("w", (SIZE - hole,), (0,), (SIZE - hole,), 0, (1,))])
-        assert await worker.copied_out() == CopiedOut(V)
-        assert await worker.copied_in() == CopiedIn(V, None)
-        assert worker.memory[: SIZE - hole].tobytes() == worker.bytes[: SIZE - hole]
-        assert not worker.memory[SIZE - hole :].any()
-        assert set(worker.device.copies) == (set() if hole else {"to host", "to device"})
-
-    asyncio.run(run())
+async def test_tiles_are_copied_directly_where_they_fill_the_memory(hole: int) -> None:
+    worker = Worker(boxes=[Box("w", (SIZE - hole,), (0,), (SIZE - hole,), 0, (1,))])
+    assert await worker.copied_out() == CopiedOut(V)
+    assert await worker.copied_in() == CopiedIn(V, None)
+    assert worker.memory[: SIZE - hole].tobytes() == worker.bytes[: SIZE - hole]
+    assert not worker.memory[SIZE - hole :].any()
+    assert set(worker.device.copies) == (set() if hole else {"to host", "to device"})
 
 
 @pytest.mark.parametrize("ending", ["close", "drop", "a failed copy"])
-def test_every_ending_unregisters_what_the_copy_itself_had_registered(ending: str) -> None:
-    async def run() -> None:
-        worker = Worker()
-        if ending == "a failed copy":
-            worker.device.after_copy = lambda view: view.__setitem__(0, view[0] ^ 1)
-        assert (await worker.copied_out()).failure is None or ending == "a failed copy"
-        assert worker.driver.registered
-        worker.copies.register(register({"other": np.zeros(10)}))
-        assert worker.driver.registered, "there is a copy yet"
-        if ending == "close":
-            await worker.closed()
-        else:
-            await worker.dropped()
-        await worker.all_given_back()
-
-    asyncio.run(run())
+async def test_every_ending_unregisters_what_the_copy_itself_had_registered(ending: str) -> None:
+    worker = Worker()
+    if ending == "a failed copy":
+        worker.device.after_copy = lambda view: view.__setitem__(0, view[0] ^ 1)
+    assert (await worker.copied_out()).failure is None or ending == "a failed copy"
+    assert worker.driver.registered
+    worker.copies.register(register({"other": np.zeros(10)}))
+    assert worker.driver.registered, "there is a copy yet"
+    if ending == "close":
+        await worker.closed()
+    else:
+        await worker.dropped()
+    await worker.all_given_back()
 
 
 @pytest.mark.parametrize("ending", ["close", "register", "take"])
-def test_preparation_stops_at_the_next_step(ending: str) -> None:
-    reached, go_on = threading.Event(), threading.Event()
+async def test_preparation_stops_at_the_next_step(ending: str) -> None:
+    worker, reached, go_on = Worker(), threading.Event(), threading.Event()
 
     def before() -> None:
         if worker.driver.count == 2:
             reached.set()
             assert go_on.wait(DEADLINE_S)
 
-    async def run() -> None:
-        worker.driver.before = before
-        worker.copies.prepare(worker.registration)
-        thread = worker.pool._preparing
-        assert await asyncio.to_thread(reached.wait, DEADLINE_S)
-        if ending == "take":
-            copying = asyncio.create_task(worker.copied_out())
-            await asyncio.sleep(0)
-            go_on.set()
-            assert await copying == CopiedOut(V)
-            assert worker.driver.count == 11, "what was not prepared the copy has registered, nothing twice"
-            await worker.closed()
-        elif ending == "close":
-            closing = asyncio.create_task(worker.closed())
-            done, _ = await asyncio.wait([closing], timeout=0.1)
-            assert not done, "a step is under way"
-            go_on.set()
-            await closing
-            assert worker.driver.count == 3
-        else:
-            worker.copies.register(register({"other": np.zeros(10)}))
-            go_on.set()
-            await asyncio.to_thread(thread.join, DEADLINE_S)
-            assert worker.driver.count == 3
-        await worker.all_given_back()
-
-    async def begin() -> None:
-        nonlocal worker
-        worker = Worker()
-        await run()
-
-    worker: Worker
-    asyncio.run(begin())
+    worker.driver.before = before
+    worker.copies.prepare(worker.registration)
+    thread = worker.pool._preparing
+    assert await asyncio.to_thread(reached.wait, DEADLINE_S)
+    if ending == "take":
+        copying = asyncio.create_task(worker.copied_out())
+        await asyncio.sleep(0)
+        go_on.set()
+        assert await copying == CopiedOut(V)
+        assert worker.driver.count == 11, "what was not prepared the copy has registered, nothing twice"
+        await worker.closed()
+    elif ending == "close":
+        closing = asyncio.create_task(worker.closed())
+        done, _ = await asyncio.wait([closing], timeout=0.1)
+        assert not done, "a step is under way"
+        go_on.set()
+        await closing
+        assert worker.driver.count == 3
+    else:
+        worker.copies.register(register({"other": np.zeros(10)}))
+        go_on.set()
+        await asyncio.to_thread(thread.join, DEADLINE_S)
+        assert worker.driver.count == 3
+    await worker.all_given_back()
 
 
 @pytest.mark.parametrize(
@@ -312,88 +294,77 @@ def test_preparation_stops_at_the_next_step(ending: str) -> None:
         (None, 4, "could not be registered: out of memory (2)"),
     ],
 )
-def test_what_cannot_be_pinned_is_pageable_and_says_why_once(
+async def test_what_cannot_be_pinned_is_pageable_and_says_why_once(
     limit_bytes: int | None, most: int | None, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def run() -> None:
-        worker = Worker(pinned_bytes=limit_bytes)
-        worker.driver.most = most
-        await worker.prepared()
-        for _ in range(2):
-            assert await worker.copied_out() == CopiedOut(V)
-            assert await worker.copied_in() == CopiedIn(V, None)
-            assert worker.memory.tobytes() == worker.bytes
-            await worker.dropped()
-        assert worker.device.through_ring == 4 * -(-SIZE // CHUNK)
-        assert why in worker.pool.cost
-        assert why in worker.copies.why_pageable
-        assert len([record for record in caplog.records if why in record.message]) == 1
-        await worker.closed()
-        assert worker.driver.count == (most or 0)
-        await worker.all_given_back()
-
-    with caplog.at_level(logging.INFO):
-        asyncio.run(run())
+    caplog.set_level(logging.INFO)
+    worker = Worker(pinned_bytes=limit_bytes)
+    worker.driver.most = most
+    await worker.prepared()
+    for _ in range(2):
+        assert await worker.copied_out() == CopiedOut(V)
+        assert await worker.copied_in() == CopiedIn(V, None)
+        assert worker.memory.tobytes() == worker.bytes
+        await worker.dropped()
+    assert worker.device.through_ring == 4 * -(-SIZE // CHUNK)
+    assert why in worker.pool.cost
+    assert why in worker.copies.why_pageable
+    assert len([record for record in caplog.records if why in record.message]) == 1
+    await worker.closed()
+    assert worker.driver.count == (most or 0)
+    await worker.all_given_back()
 
 
 @pytest.mark.parametrize("at", [0, SIZE // 2, SIZE - CHUNK - 1])
-def test_a_byte_that_changes_on_the_way_is_found_in_both_directions(at: int) -> None:
-    async def run() -> None:
-        worker = Worker()
-        host: list[int] = []
+async def test_a_byte_that_changes_on_the_way_is_found_in_both_directions(at: int) -> None:
+    worker = Worker()
+    host: list[int] = []
 
-        def flip(view: memoryview) -> None:
-            seen = sum(host)
-            host.append(len(view))
-            if seen <= at < sum(host):
-                view[at - seen] ^= 1
+    def flip(view: memoryview) -> None:
+        seen = sum(host)
+        host.append(len(view))
+        if seen <= at < sum(host):
+            view[at - seen] ^= 1
 
-        worker.device.after_copy = flip
-        failure = (await worker.copied_out()).failure
-        assert failure is not None
-        assert failure.code == "corrupt-transfer"
-        await worker.dropped()
-        worker.device.after_copy = lambda view: None
-        assert await worker.copied_out() == CopiedOut(V)
-        host.clear()
-        worker.device.after_copy = flip
-        failure = (await worker.copied_in()).failure
-        assert failure is not None
-        assert failure.code == "corrupt-transfer"
-
-    asyncio.run(run())
+    worker.device.after_copy = flip
+    failure = (await worker.copied_out()).failure
+    assert failure is not None
+    assert failure.code == "corrupt-transfer"
+    await worker.dropped()
+    worker.device.after_copy = lambda view: None
+    assert await worker.copied_out() == CopiedOut(V)
+    host.clear()
+    worker.device.after_copy = flip
+    failure = (await worker.copied_in()).failure
+    assert failure is not None
+    assert failure.code == "corrupt-transfer"
 
 
-def test_memory_that_is_freed_meanwhile_is_the_same_error_as_through_the_ring() -> None:
-    async def failures(limit_bytes: int | None) -> list[Any]:
+async def test_memory_that_is_freed_meanwhile_is_the_same_error_as_through_the_ring() -> None:
+    found: dict[int | None, list[Any]] = {None: [], 0: []}
+    for limit_bytes, failures in found.items():
         worker = Worker(pinned_bytes=limit_bytes)
-        found = []
         assert await worker.copied_out() == CopiedOut(V)
         worker.device.is_freed = True
-        found.append((await worker.copied_in()).failure)
+        failures.append((await worker.copied_in()).failure)
         worker.device.is_freed = False
         await worker.dropped()
         worker.device.is_freed = True
-        found.append((await worker.copied_out()).failure)
+        failures.append((await worker.copied_out()).failure)
         assert (worker.device.through_ring > 0) == (limit_bytes == 0)
-        return found
-
-    assert asyncio.run(failures(None)) == asyncio.run(failures(0))
+    assert found[None] == found[0]
 
 
-def test_memory_that_other_workers_have_mapped_for_good_is_not_registered() -> None:
-    async def run() -> None:
-        worker = Worker(pinned_bytes=0)
-        assert await worker.copied_out() == CopiedOut(V)
-        worker.copies.pinned_bytes = worker.pool._pinned_limit = None
-        (piece,) = worker.copies._contents[V][1].registration.pieces
-        assert piece.owners[0].freeze()
-        assert await worker.copied_in() == CopiedIn(V, None)
-        assert worker.memory.tobytes() == worker.bytes
-        assert "mapped this memory for good" in worker.copies.why_pageable
-        assert not worker.driver.count
-
-    asyncio.run(run())
+async def test_memory_that_other_workers_have_mapped_for_good_is_not_registered() -> None:
+    worker = Worker(pinned_bytes=0)
+    assert await worker.copied_out() == CopiedOut(V)
+    worker.copies.pinned_bytes = worker.pool._pinned_limit = None
+    (piece,) = worker.copies._contents[V][1].registration.pieces
+    assert piece.owners[0].freeze()
+    assert await worker.copied_in() == CopiedIn(V, None)
+    assert worker.memory.tobytes() == worker.bytes
+    assert "mapped this memory for good" in worker.copies.why_pageable
+    assert not worker.driver.count
 
 
 def test_the_last_holder_unpublishes_into_prepared_memory_and_takes_it_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ def test_a_call_that_waits_for_long_says_for_what_and_what_is_over_says_nothing(
 
 
 def test_who_waits_for_the_place_of_a_former_life_says_so(caplog):
-    server = tensorhub.serve(lease_s=8, report_s=0.5)  # it outlasts a machine that stands still
+    server = tensorhub.serve(lease_s=4, report_s=0.5)  # it outlasts a machine that stands still
     code = f"""
 import os, numpy as np, tensorhub
 weights = tensorhub.open("m", replica="trainer", server={server.address!r})

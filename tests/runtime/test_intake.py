@@ -3,9 +3,7 @@
 import asyncio
 from math import inf
 
-import pytest
-
-from tensorhub.protocol.messages import LayoutInfo, Orders, Refusal, Report
+from tensorhub.protocol.messages import Orders, Refusal, Report
 from tensorhub.protocol.names import Number
 from tensorhub.protocol.settings import Settings
 from tensorhub.runtime import server as server_module
@@ -51,67 +49,55 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def test_only_the_newest_orders_wait():
-    async def story():
-        socket = Socket()
-        line = WorkerSocket("line-1", socket, socket)
-        writer = asyncio.create_task(line.write())
-        for number in range(1, 10_000):
-            line.post(orders(number))
-            if number == 1:
-                await settle()
-        assert line.sending_since < inf
-        socket.reads.set()
-        await settle()
-        assert [each.number for each in socket.sent] == [1, 9_999]
-        assert line.sending_since == inf
-        writer.cancel()
-
-    asyncio.run(story())
+async def test_only_the_newest_orders_wait():
+    socket = Socket()
+    line = WorkerSocket("line-1", socket, socket)
+    writer = asyncio.create_task(line.write())
+    for number in range(1, 10_000):
+        line.post(orders(number))
+        if number == 1:
+            await settle()
+    assert line.sending_since < inf
+    socket.reads.set()
+    await settle()
+    assert [each.number for each in socket.sent] == [1, 9_999]
+    assert line.sending_since == inf
+    writer.cancel()
 
 
-def test_after_a_refusal_nothing_more_is_said():
-    async def story():
-        socket = Socket()
-        socket.reads.set()
-        line = WorkerSocket("line-1", socket, socket)
-        line.post(orders(1))
-        line.post(Refusal("refused", "no"))
-        line.post(orders(2))
-        await line.write()
-        assert socket.sent == [Refusal("refused", "no")]
-        assert socket.is_closed
-
-    asyncio.run(story())
+async def test_after_a_refusal_nothing_more_is_said():
+    socket = Socket()
+    socket.reads.set()
+    line = WorkerSocket("line-1", socket, socket)
+    line.post(orders(1))
+    line.post(Refusal("refused", "no"))
+    line.post(orders(2))
+    await line.write()
+    assert socket.sent == [Refusal("refused", "no")]
+    assert socket.is_closed
 
 
-def test_who_takes_nothing_is_cut(monkeypatch):
+async def test_who_takes_nothing_is_cut(monkeypatch):
     monkeypatch.setattr(server_module, "STUCK_S", 0.05)
     monkeypatch.setattr(server_module, "SWEEP_S", 0.01)
 
-    async def story():
-        shell = ServerShell(settings=Settings(), fresh=True)
-        stuck, well = Socket(), Socket()
-        well.reads.set()
-        for name, socket in (("stuck", stuck), ("well", well)):
-            line = shell._sockets[name] = WorkerSocket(name, socket, socket)
-            line.has_said_hello = True
-            line.post(orders(1))
-        async with asyncio.timeout(5), asyncio.TaskGroup() as group:
-            tasks = [group.create_task(line.write()) for line in shell._sockets.values()]
-            tasks.append(group.create_task(shell._sweep()))
-            await stuck.ended.wait()
-            for task in tasks:
-                task.cancel()
-        assert not well.is_cut
-
-    asyncio.run(story())
+    shell = ServerShell(settings=Settings(), fresh=True)
+    stuck, well = Socket(), Socket()
+    well.reads.set()
+    for name, socket in (("stuck", stuck), ("well", well)):
+        line = shell._sockets[name] = WorkerSocket(name, socket, socket)
+        line.has_said_hello = True
+        line.post(orders(1))
+    async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+        tasks = [group.create_task(line.write()) for line in shell._sockets.values()]
+        tasks.append(group.create_task(shell._sweep()))
+        await stuck.ended.wait()
+        for task in tasks:
+            task.cancel()
+    assert not well.is_cut
 
 
 # --- reports ----------------------------------------------------------------------------------------------------------
-
-
-LAYOUT = LayoutInfo(b"layout")
 
 
 class Clock:
@@ -122,96 +108,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-class SlowDecider:
-    """Each decision takes a second of the clock."""
-
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-        self.heard: list[tuple[str, str, float, float]] = []
-        self.rests = 0
-
-    def decide(self, line, message, *, now, arrived):
-        self.clock.now += 1.0
-        what = f"report {message.number}" if isinstance(message, Report) else type(message).__name__
-        self.heard.append((line.sender, what, now, arrived))
-
-    def end(self, line, *, now):
-        self.heard.append((line.sender, "ended", now, now))
-
-    def rest(self):
-        self.rests += 1
-
-
-def line_of(name: str) -> WorkerSocket:
-    return WorkerSocket(name, Socket(), Socket())
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
-@pytest.fixture
-def decider(clock):
-    return SlowDecider(clock)
-
-
-def test_only_the_newest_report_of_a_line_is_handled_in_the_line_s_first_place(clock, decider):
-    async def story():
-        intake = Intake(decider, clock)
-        lines = [line_of(name) for name in "ab"]
-        for number in range(1, 1_000):
-            for line in lines:
-                intake.put(line, Report(number))
-                clock.now += 0.001
-        task = asyncio.create_task(intake.run())
-        await settle()
-        task.cancel()
-        assert intake.replaced == 2 * 998
-
-    asyncio.run(story())
-    assert [(line, what) for line, what, _, _ in decider.heard] == [("a", "report 999"), ("b", "report 999")]
-    (_, _, now, arrived), (_, _, second, _) = decider.heard
-    assert (now, second) == (100.0, 100.001), "each as of when its line began to wait"
-    assert arrived == pytest.approx(100.0 + 998 * 0.002), "and its lease from when it came itself"
-
-
-def test_a_hello_and_a_layout_come_before_the_report_and_the_end_after_it(clock, decider):
-    async def story():
-        intake = Intake(decider, clock)
-        line, other = line_of("a"), line_of("b")
-        for message in (hello(), Report(1), LAYOUT, Report(2)):
-            intake.put(line, message)
-        intake.put(other, Report(1))
-        intake.end(line)
-        task = asyncio.create_task(intake.run())
-        await settle()
-        task.cancel()
-
-    asyncio.run(story())
-    said = [(line, what) for line, what, _, _ in decider.heard]
-    assert said == [("a", "Hello"), ("a", "LayoutInfo"), ("a", "report 2"), ("a", "ended"), ("b", "report 1")]
-
-
-def test_time_waits_for_what_waits(clock, decider):
-    async def story():
-        intake = Intake(decider, clock)
-        assert intake.now == clock.now
-        intake.put(line_of("a"), Report(1))
-        clock.now += 3.0
-        intake.put(line_of("b"), Report(1))
-        clock.now += 30.0
-        assert intake.now == 100.0
-        task = asyncio.create_task(intake.run())
-        await asyncio.sleep(0)
-        assert intake.now == 103.0
-        await settle()
-        assert intake.now == clock.now
-        task.cancel()
-
-    asyncio.run(story())
 
 
 class Busy:

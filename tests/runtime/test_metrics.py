@@ -115,19 +115,6 @@ def test_pages_show_an_update_by_the_metrics_of_the_table(server, first_port):
     ends_gone(address)
 
 
-def test_how_far_a_replica_is_behind(server):
-    ours, theirs = ({"w": np.zeros(8, "float32")} for _ in range(2))
-    with joined(server, "trainer", ours, retain=8) as trainer, joined(server, "rollout-0", theirs) as rollout:
-        for version in (10, 20, 30):
-            with trainer.mutating(version=version):
-                ours["w"] += 1
-            if version == 10:
-                rollout.replicate("latest")
-        assert Page(server.address).of("tensorhub_version_lag", replica="rollout-0") == 2, "versions, not their numbers"
-        rollout.update("latest")
-        assert Page(server.address).of("tensorhub_version_lag", replica="rollout-0") == 0
-
-
 def test_the_farthest_replicas_are_shown_where_there_are_too_many(server, monkeypatch):
     monkeypatch.setattr(metrics, "MAX_SERIES", 1)
     ours, theirs, others = ({"w": np.zeros(8, "float32")} for _ in range(3))
@@ -223,24 +210,6 @@ def test_a_metric_has_so_many_series_and_one_for_the_rest(monkeypatch):
     for model in "abca":
         record.add(metric, 1, model)
     assert record.counts[metric] == {("a",): 2, ("b",): 1, (OTHERS,): 1}
-
-
-def test_buckets_hold_what_lies_up_to_their_bound():
-    metric, record = Metric("histogram", "tensorhub_x", "x", buckets=(1.0, 2.0)), Record()
-    for value in (0.5, 1.0, 1.5, 3.0):
-        record.observe(metric, value)
-    found = record.observed[metric][()]
-    assert (found.counts, found.sum) == ([2, 1, 1], 6.0)
-
-
-@pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
-def test_names_follow_the_conventions(metric):
-    assert re.fullmatch(r"tensorhub(_[a-z]+)+", metric.name)
-    assert len({each.name for each in METRICS}) == len(METRICS)
-    assert not metric.name.endswith(("_total", "_count", "_sum", "_bucket", "_ms", "_us", "_mib"))
-    assert metric.text
-    assert (metric.kind == "histogram") == bool(metric.buckets)
-    assert list(metric.buckets) == sorted(set(metric.buckets))
 
 
 FILES = sorted([*ROOT.glob("deploy/prometheus/*"), *ROOT.glob("deploy/grafana/*"), ROOT / "docs/metrics.md"])

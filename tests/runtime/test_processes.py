@@ -1,12 +1,10 @@
 """Servers and workers in processes of their own: restart, silence, signals, fork, and an exit without a goodbye."""
 
 import contextlib
-import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
 
 import numpy as np
 import pytest
@@ -40,14 +38,6 @@ def test_sigterm_and_sigint_end_a_server_in_order():
             weights.close(timeout=1)
 
 
-def test_a_taken_port_ends_a_server_with_its_reason(server):
-    host, port = server.address.split(":")
-    code = f"from tensorhub.runtime.serving import *; run_server({host!r}, {port}, settings=Settings())"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert ended.returncode != 0
-    assert f"cannot listen on {server.address}" in ended.stderr
-
-
 SERVES = """
 import signal, sys, tensorhub
 signal.signal(signal.SIGPIPE, signal.SIG_DFL)
@@ -74,57 +64,18 @@ def test_peers_that_leave_do_not_end_a_program_that_serves_with_sigpipe_at_its_d
         assert process.wait(60) == 0
 
 
-def test_a_killed_server_comes_back_and_learns_everything_from_the_workers(server):
-    trainer, source = worker(server, "t", 1.0)
-    reader, target = worker(server, "r")
-    trainer.publish(7)
-    reader.replicate("latest", timeout=5)
-    server.kill()
-    waiting = threading.Timer(0.3, server.restart)
-    waiting.start()
-    assert reader.update("latest", timeout=10) == 7  # asked while nobody answered
-    waiting.join()
-    with trainer.mutating(version=8, timeout=10):
-        source += 1
-    assert reader.wait_for(8, timeout=10) == 8  # which was published without the server, if it was away for so long
-    assert reader.update("latest", timeout=10) == 8
-    assert (target == source).all()
-    trainer.unpublish(timeout=10)
-    with pytest.raises(tensorhub.VersionConflict):  # `latest` does not go backwards over a restart
-        trainer.publish(6, timeout=5)
-    for weights in (reader, trainer):
-        weights.close(timeout=5)
-
-
-def test_a_stopped_server_makes_nobody_wait_beyond_the_deadline(server):
-    trainer, _ = worker(server, "t", 1.0)
-    trainer.publish(1)
-    reader, _ = worker(server, "r")
-    server.send(signal.SIGSTOP)
-    calls = [
-        lambda: trainer.unpublish(timeout=0.5),
-        lambda: reader.replicate("latest", timeout=0.5),
-        lambda: reader.wait_for(2, timeout=0.5),
-        lambda: tensorhub.connect(server.address, timeout=0.5).models(),
-        lambda: tensorhub.open("m", replica="x", server=server.address, timeout=0.5),
-    ]
-    for call in calls:
-        with within(1.5), pytest.raises(tensorhub.Unavailable):
-            call()
-    with within(1.5):
-        reader.close(timeout=0.5)
-    server.send(signal.SIGCONT)
-    trainer.unpublish(timeout=10)
-    with within(5):
-        trainer.close(timeout=4)
-
-
 def test_a_server_that_stands_still_is_named_as_the_reason_and_not_left(server, monkeypatch):
     monkeypatch.setattr("tensorhub.runtime.connection.SILENCE_S", 0.5)
     trainer, _ = worker(server, "t", 1.0)
     server.send(signal.SIGSTOP)
     with within(4), pytest.raises(tensorhub.DeadlineExceeded, match=r"has not answered for [23][.0-9]* s"):
         trainer.publish(1, timeout=3)
+    for call in (
+        lambda: tensorhub.connect(server.address, timeout=0.5).models(),
+        lambda: tensorhub.open("m", replica="x", server=server.address, timeout=0.5),
+    ):
+        with within(1.5), pytest.raises(tensorhub.Unavailable):
+            call()
     server.send(signal.SIGCONT)
     assert trainer.publish(1, timeout=5) == 1
     assert trainer.statistics()["connects"] == 1
@@ -168,18 +119,12 @@ def replicas(server):
     return [replica.name for replica in tensorhub.connect(server.address).replicas("m")]
 
 
-def test_an_exit_without_close_neither_hangs_nor_leaves_a_ghost(server):
+def test_an_exit_without_close_neither_hangs_nor_leaves_a_ghost():
     with ServerProcess(lease_s=60, report_s=1) as patient:
         with within(20):  # most of it is the start of Python, beside busy processes; a hang has no end
             ended = run_child(patient, "")
         assert (ended.returncode, ended.stderr) == (0, "")
         assert replicas(patient) == []
-
-
-def test_an_uncaught_error_ends_the_process_with_its_own_message(server):
-    ended = run_child(server, "with weights.mutating(version=2): raise RuntimeError('mine')")
-    assert ended.returncode == 1
-    assert ended.stderr.strip().endswith("RuntimeError: mine")
 
 
 def test_an_interrupt_ends_a_waiting_call_at_once_and_the_next_one_works(server):
@@ -203,77 +148,6 @@ weights.close()
 """
     ended = run_child(server, rest)
     assert ended.stdout.split("\n")[:2] == ["interrupted twice True", "published 2"], ended.stderr
-
-
-def test_a_killed_worker_is_gone_when_its_lease_ends(server):
-    process = subprocess.Popen(
-        [sys.executable, "-c", CHILD + "print('up', flush=True); time.sleep(60)", server.address, ""],
-        stdout=subprocess.PIPE,
-    )
-    assert process.stdout is not None
-    process.stdout.readline()
-    process.kill()
-    process.wait(5)
-    with within(2 * server.lease_s + 2):
-        successor = tensorhub.open("m", replica="child", server=server.address, timeout=6)  # waits for the lease
-    successor.close()
-
-
-@contextlib.contextmanager
-def forked():
-    """What the block does in a child; the parent waits for it to have ended well."""
-    child = os.fork()
-    if child == 0:
-        try:
-            yield True
-        except BaseException:  # noqa: BLE001 - the child must not run the rest of the tests
-            os._exit(1)
-        os._exit(0)
-    yield False
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_a_forked_child_is_told_what_to_do_and_harms_nobody(server):
-    trainer, array = worker(server, "t", 1.0)
-    trainer.publish(1)
-    view = tensorhub.connect(server.address)
-    with forked() as is_child:
-        if is_child:
-            uses = [
-                lambda: trainer.publish(2),
-                lambda: trainer.register({"w": array}),
-                trainer.unpublish,
-                trainer.update,
-                trainer.wait_for,
-                trainer.check,
-                trainer.close,
-                trainer.statistics,
-                lambda: trainer.version,
-                lambda: trainer.progress,
-                view.models,
-            ]
-            for use in uses:
-                with pytest.raises(tensorhub.Closed, match="forked") as caught:
-                    use()
-                assert "spawn" in caught.value.__notes__[0]
-            own, _ = worker(server, "child", 2.0)  # a new one in the child is fine
-            own.replicate("latest", timeout=5)
-            own.close(timeout=5)
-    reader, target = worker(server, "r")
-    assert reader.replicate("latest", timeout=5) == 1
-    assert (target == array).all()
-    assert trainer.statistics()["connects"] == 1
-    for weights in (reader, trainer):
-        weights.close(timeout=5)
-
-
-@pytest.mark.long
-def test_a_worker_process_ends_no_slower_for_a_server_that_is_gone(server):
-    rest = f"import os, signal; os.kill({server.process.pid}, signal.SIGKILL); time.sleep(0.2); weights.close()"
-    with within(20):  # most of it is the start of Python, beside busy processes; a hang has no end
-        ended = run_child(server, rest)
-    assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.long

@@ -60,56 +60,43 @@ def says(status: int) -> Handler:
 @pytest.mark.parametrize(
     ("status", "error", "hint"), [(404, UsageError, "--state"), (421, UsageError, "--name"), (401, Refused, "token")]
 )
-def test_a_server_that_answers_is_not_taken_over(
+async def test_a_server_that_answers_is_not_taken_over(
     tmp_path: Path, status: int, error: type[Exception], hint: str
 ) -> None:
-    async def follow() -> None:
-        async with Primary(says(status)) as primary:
+    async with Primary(says(status)) as primary:
+        with pytest.raises(error) as caught:
             await asyncio.wait_for(primary.first().follow(JournalFile(tmp_path / "copy")), 20)
-
-    with pytest.raises(error) as caught:
-        asyncio.run(follow())
     assert hint in caught.value.__notes__[0]
 
 
-def test_a_server_that_says_something_else_lives(tmp_path: Path) -> None:
-    async def follow() -> None:
-        async with Primary(well) as primary:
-            task = asyncio.create_task(primary.first().follow(JournalFile(tmp_path / "copy")))
-            await primary.is_asked(1)
-            primary.handler = says(503)
-            await primary.is_asked(int(3 * LEASE_S / 0.02))
-            assert not task.done()
-            task.cancel()
-
-    asyncio.run(follow())
+async def test_a_server_that_says_something_else_lives(tmp_path: Path) -> None:
+    async with Primary(well) as primary:
+        task = asyncio.create_task(primary.first().follow(JournalFile(tmp_path / "copy")))
+        await primary.is_asked(1)
+        primary.handler = says(503)
+        await primary.is_asked(int(3 * LEASE_S / 0.02))
+        assert not task.done()
+        task.cancel()
 
 
-def test_a_pause_of_its_own_does_not_count(tmp_path: Path) -> None:
-    async def follow() -> None:
-        async with Primary(well) as primary:
-            task = asyncio.create_task(primary.first().follow(JournalFile(tmp_path / "copy")))
-            await primary.is_asked(2)
-            until = time.monotonic() + 5 * LEASE_S
-            while time.monotonic() < until:  # the process stands still
-                time.sleep(0.01)  # noqa: ASYNC251
-            await primary.is_asked(primary.asked + 3)
-            assert not task.done()
-            task.cancel()
-
-    asyncio.run(follow())
+async def test_a_pause_of_its_own_does_not_count(tmp_path: Path) -> None:
+    async with Primary(well) as primary:
+        task = asyncio.create_task(primary.first().follow(JournalFile(tmp_path / "copy")))
+        await primary.is_asked(2)
+        until = time.monotonic() + 5 * LEASE_S
+        while time.monotonic() < until:  # the process stands still
+            time.sleep(0.01)  # noqa: ASYNC251
+        await primary.is_asked(primary.asked + 3)
+        assert not task.done()
+        task.cancel()
 
 
-def test_it_takes_over_only_what_it_knows(tmp_path: Path) -> None:
+async def test_it_takes_over_only_what_it_knows(tmp_path: Path) -> None:
     first = First("127.0.0.1:1", "", Settings(lease_s=LEASE_S, report_s=0.02))
-
-    async def follow(path: Path, within_s: float) -> None:
-        await asyncio.wait_for(first.follow(JournalFile(path)), within_s)
-
     with pytest.raises(TimeoutError):  # it may be too early, or the address is wrong
-        asyncio.run(follow(tmp_path / "nothing", 4 * LEASE_S))
+        await asyncio.wait_for(first.follow(JournalFile(tmp_path / "nothing")), 4 * LEASE_S)
     (tmp_path / "copy").write_bytes(b"")
-    asyncio.run(follow(tmp_path / "copy", 60))
+    await asyncio.wait_for(first.follow(JournalFile(tmp_path / "copy")), 60)
 
 
 def test_parts_of_two_servers_have_other_names(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Reads of tiles by a data plane: real sources of one cut, readers of another, no server."""
 
 import asyncio
+import contextlib
 import threading
 
 import numpy as np
@@ -19,13 +20,12 @@ from tensorhub.worker.events import (
     CopiedIn,
     ReadAdvanced,
     ReadEnded,
-    ReadMeasured,
     ReadOpened,
     ReadTouched,
     ServingStopped,
 )
 
-from .fleet import Fleet, V, told
+from .fleet import Fleet, V
 
 # --- Reads of tiles as a data plane carries them out: several real sources of one cut, readers of another, no server.
 
@@ -35,8 +35,8 @@ MIB = 1 << 20
 
 @pytest.mark.parametrize("transport", [TcpTransport, LocalTransport])
 @pytest.mark.parametrize("seed", range(4))
-def test_every_element_is_where_plain_indexing_says(seed, transport):
-    async def story(fleet):
+async def test_every_element_is_where_plain_indexing_says(seed, transport):
+    with contextlib.closing(Fleet(seed, publishers=1 + seed % 3, readers=1 + seed % 2, make=transport)) as fleet:
         fleet.publish()
         for reader in fleet.readers:
             outside = reader.shard.outside()
@@ -46,11 +46,9 @@ def test_every_element_is_where_plain_indexing_says(seed, transport):
             last = reader.of(ReadAdvanced)[-1]
             assert last.done == last.chunks
 
-    told(story, lambda: Fleet(seed, publishers=1 + seed % 3, readers=1 + seed % 2, make=transport))
 
-
-def test_nothing_is_written_before_it_is_started():
-    async def story(fleet):
+async def test_nothing_is_written_before_it_is_started():
+    with contextlib.closing(Fleet.of_rows()) as fleet:
         fleet.publish()
         reader = await opened(fleet)
         assert not reader.of(ReadTouched)
@@ -64,11 +62,9 @@ def test_nothing_is_written_before_it_is_started():
         assert sum(reader.data.received.by_replica.values()) == 4 * MIB
         assert set(reader.data.received.by_replica) == {"t"}
 
-    told(story, Fleet.of_rows)
 
-
-def test_a_second_reader_of_that_layout_reads_behind_the_first_and_takes_nothing_from_the_publishers():
-    async def story(fleet):
+async def test_a_second_reader_of_that_layout_reads_behind_the_first_and_takes_nothing_from_the_publishers():
+    with contextlib.closing(Fleet.of_rows(readers=2)) as fleet:
         valves = [node.publish(fleet.grid, valve=2) for node in fleet.publishers]
         first, second = fleet.readers
         first.open(fleet.publishers)
@@ -86,8 +82,6 @@ def test_a_second_reader_of_that_layout_reads_behind_the_first_and_takes_nothing
         assert second.shard.wrong(fleet.model) == []
         assert dict(second.data.received.by_replica) == {"r0": 4 * MIB}
         assert second.data.content.root == first.data.content.root == opened.root
-
-    told(story, lambda: Fleet.of_rows(readers=2))
 
 
 async def opened(fleet):
@@ -117,10 +111,9 @@ async def half_read(fleet):
 
 
 @pytest.mark.parametrize("how", ["dies", "withdraws", "is to be left"])
-def test_a_source_that_is_lost_in_mid_read_ends_it_and_the_next_read_brings_the_rest(how):
+async def test_a_source_that_is_lost_in_mid_read_ends_it_and_the_next_read_brings_the_rest(how):
     """What is in place is not brought again."""
-
-    async def story(fleet):
+    with contextlib.closing(Fleet.of_rows()) as fleet:
         reader, valve = await half_read(fleet)
         closing, lost = None, fleet.publishers[1]
         if how == "dies":
@@ -145,29 +138,9 @@ def test_a_source_that_is_lost_in_mid_read_ends_it_and_the_next_read_brings_the_
         if how == "withdraws":
             await lost.seen(lambda: lost.of(ServingStopped))
 
-    told(story, Fleet.of_rows)
 
-
-def test_a_source_that_lies_about_a_tile_is_never_believed():
-    async def story(fleet):
-        fleet.publish()
-        for node in fleet.others:
-            node.publish(fleet.grid)
-        liar = fleet.publishers[1]
-        liar.shard.arrays["w"][1000, 1500] ^= 1  # after it was published
-        reader = await started(fleet)
-        over = await reader.ended()
-        assert (over.failure.code, over.source) == ("corrupt-transfer", liar.me)
-        assert "'layers/0.w'" in over.failure.message
-        assert all(told.done < told.chunks for told in reader.of(ReadAdvanced))
-        await reader.fill([fleet.publishers[0], fleet.others[1]], 7)
-        assert reader.shard.wrong(fleet.model) == []
-
-    told(story, Fleet.of_rows)
-
-
-def test_a_source_that_shows_something_else_is_refused_before_a_byte_moves():
-    async def story(fleet):
+async def test_a_source_that_shows_something_else_is_refused_before_a_byte_moves():
+    with contextlib.closing(Fleet.of_rows()) as fleet:
         fleet.publish()
         (reader,) = fleet.readers
         wrong = fleet.publishers[1]
@@ -177,23 +150,8 @@ def test_a_source_that_shows_something_else_is_refused_before_a_byte_moves():
         assert not reader.of(ReadOpened)
         assert not reader.shard.arrays["w"].any()
 
-    told(story, Fleet.of_rows)
 
-
-def test_the_next_source_of_the_same_layout_is_not_worked_out_anew(monkeypatch):
-    async def story(fleet):
-        reader, valve = await half_read(fleet)
-        reader.data.stop_read(Ticket(1))
-        valve.open()
-        await reader.ended()
-        monkeypatch.setattr(tile_reads, "version_from", None)
-        await reader.fill(fleet.others, 7)
-        assert reader.shard.wrong(fleet.model) == []
-
-    told(story, Fleet.of_rows)
-
-
-def test_nobody_waits_for_a_plan(monkeypatch):
+async def test_nobody_waits_for_a_plan(monkeypatch):
     """The loop goes on while a thread plans: all workers of a process share it, and it keeps their leases."""
     real, planning, goes_on = read.plan_reads, threading.Event(), threading.Event()
 
@@ -202,7 +160,7 @@ def test_nobody_waits_for_a_plan(monkeypatch):
         assert goes_on.wait(20)
         return real(*arguments)
 
-    async def story(fleet):
+    with contextlib.closing(Fleet.of_rows()) as fleet:
         fleet.publish()
         reader = await opened(fleet)
         monkeypatch.setattr(read, "plan_reads", slowly)
@@ -217,11 +175,9 @@ def test_nobody_waits_for_a_plan(monkeypatch):
         assert (await reader.ended()).complete
         assert reader.shard.wrong(fleet.model) == []
 
-    told(story, Fleet.of_rows)
 
-
-def test_stopping_before_the_first_byte_writes_nothing_and_says_so():
-    async def story(fleet):
+async def test_stopping_before_the_first_byte_writes_nothing_and_says_so():
+    with contextlib.closing(Fleet.of_rows()) as fleet:
         fleet.publish()
         reader = await opened(fleet)
         assert reader.data.stop_read(Ticket(1)) is False
@@ -231,15 +187,12 @@ def test_stopping_before_the_first_byte_writes_nothing_and_says_so():
         assert not reader.of(ReadTouched)
         assert not reader.data.is_reading
 
-    told(story, Fleet.of_rows)
-
 
 @pytest.mark.parametrize("to_host", [False, True])
 @pytest.mark.parametrize("is_known", [False, True])
-def test_no_progress_is_told_of_what_was_stopped_before_it_was_started(to_host, is_known, monkeypatch):
+async def test_no_progress_is_told_of_what_was_stopped_before_it_was_started(to_host, is_known, monkeypatch):
     """The machine makes the host copy when the read is opened: before that it knows none to have progress."""
-
-    async def story(fleet):
+    with contextlib.closing(Fleet.of_rows()) as fleet:
         fleet.publish()
         (reader,) = fleet.readers
         exporting = asyncio.Event()
@@ -257,13 +210,10 @@ def test_no_progress_is_told_of_what_was_stopped_before_it_was_started(to_host, 
         assert not reader.of(ReadAdvanced)
         assert not reader.data.copies.has(V)  # what nobody counts is not kept
 
-    told(story, Fleet.of_rows)
 
-
-def test_a_host_copy_that_was_stopped_before_it_was_started_is_in_nobodys_way():
+async def test_a_host_copy_that_was_stopped_before_it_was_started_is_in_nobodys_way():
     """The same number may come again with other content."""
-
-    async def story(fleet):
+    with contextlib.closing(Fleet.of_rows()) as fleet:
         fleet.publish()
         (reader,) = fleet.readers
         reader.open(fleet.publishers, to_host=True)
@@ -279,52 +229,6 @@ def test_a_host_copy_that_was_stopped_before_it_was_started_is_in_nobodys_way():
         reader.data.copies.copy_in(V, reader.registration, lambda known: None)
         await reader.seen(lambda: reader.of(CopiedIn))
         assert (reader.shard.arrays["w"] == 7).all()
-
-    told(story, Fleet.of_rows)
-
-
-def test_stopping_in_mid_read_says_that_it_was_touched_and_what_is_there_is_not_read_again():
-    async def story(fleet):
-        valves = [node.publish(fleet.grid, valve=2) for node in fleet.publishers]
-        reader = await started(fleet)
-        await reader.seen(lambda: reader.of(ReadAdvanced) and reader.of(ReadAdvanced)[-1].done)
-        assert reader.data.stop_read(Ticket(1)) is True
-        for valve in valves:
-            valve.open()
-        assert not (await reader.ended()).complete
-        before = sum(reader.data.received.by_replica.values())
-        await reader.fill(fleet.publishers, 11)
-        assert reader.shard.wrong(fleet.model) == []
-        assert sum(reader.data.received.by_replica.values()) - before < 4 * MIB
-
-    told(story, Fleet.of_rows)
-
-
-def test_the_end_of_the_lease_ends_the_read_and_blames_nobody():
-    async def story(fleet):
-        valves = [node.publish(fleet.grid, valve=2) for node in fleet.publishers]
-        reader = await started(fleet)
-        await reader.until(ReadTouched)
-        reader.data.trust(0.0)
-        for valve in valves:
-            valve.open()
-        assert await reader.ended() == ReadEnded(Ticket(1), complete=False)
-
-    told(story, Fleet.of_rows)
-
-
-def test_how_much_came_from_all_sources_is_told(monkeypatch):
-    async def story(fleet):
-        valves = [node.publish(fleet.grid, valve=2) for node in fleet.publishers]
-        reader = await started(fleet)
-        measured = await reader.until(ReadMeasured, 2)
-        assert {each.transport for each in measured} == {"tcp"}
-        for valve in valves:
-            valve.open()
-        assert (await reader.ended()).complete
-
-    monkeypatch.setattr(tile_reads, "MEASURE_EVERY_S", 0.02)
-    told(story, Fleet.of_rows)
 
 
 # --- What a read of tiles refuses, before a byte is written; with tensor and part, wherever they are to blame.
@@ -349,15 +253,13 @@ async def refused(fleet, reader, sources=None) -> Failure:
     return ended.failure
 
 
-def test_a_shard_without_a_byte_is_filled_as_any_other():
-    async def story(fleet):
+async def test_a_shard_without_a_byte_is_filled_as_any_other():
+    with contextlib.closing(Fleet.of_rows()) as fleet:
         fleet.publish()
         reader = reader_of(fleet)
         await reader.fill(fleet.publishers)
         assert reader.of(ReadTouched) == [ReadTouched(Ticket(1))]
         assert reader.data.content.root == reader.root
-
-    told(story, Fleet.of_rows)
 
 
 @pytest.mark.parametrize(
@@ -368,21 +270,18 @@ def test_a_shard_without_a_byte_is_filled_as_any_other():
         (("layers/0.w", (4096, 2048), (0, 0), (4096, 2048)), np.int8, "has dtype int8 here and uint8"),
     ],
 )
-def test_tensors_that_are_others(box, dtype, text):
-    async def story(fleet):
+async def test_tensors_that_are_others(box, dtype, text):
+    with contextlib.closing(Fleet.of_rows()) as fleet:
         fleet.publish()
         found = await refused(fleet, reader_of(fleet, box, dtype=dtype))
         assert found.code == "layout-mismatch"
         assert text in found.message
         assert box[0] in found.message
 
-    told(story, Fleet.of_rows)
 
-
-def test_a_layout_that_came_after_the_version_is_filled_and_others_are_sent_elsewhere():
+async def test_a_layout_that_came_after_the_version_is_filled_and_others_are_sent_elsewhere():
     """It reads tiles that cover its boxes, and keeps parts: those nobody can verify who reads from it."""
-
-    async def story(fleet):
+    with contextlib.closing(Fleet.of_rows()) as fleet:
         fleet.publish()
         box = ("layers/0.w", (4096, 2048), (1, 0), (4001, 2048))
         late, later = reader_of(fleet, box), reader_of(fleet, box)
@@ -401,11 +300,9 @@ def test_a_layout_that_came_after_the_version_is_filled_and_others_are_sent_else
         late.shard.arrays["local0"][2000, 500] ^= 1
         assert known.names(known.changed(late.registration), late.registration) == ["local0"]
 
-    told(story, Fleet.of_rows)
 
-
-def test_a_part_that_two_sources_have_with_other_content():
-    async def story(fleet):
+async def test_a_part_that_two_sources_have_with_other_content():
+    with contextlib.closing(Fleet.of_rows()) as fleet:
         fleet.publish()
         liar = fleet.others[0]
         liar.shard.arrays["w"][7, 1100] ^= 1
@@ -415,14 +312,12 @@ def test_a_part_that_two_sources_have_with_other_content():
         assert "'layers/0.w'[" in found.message
         assert "has other content at m/other[0] than at m/t[0]" in found.message
 
-    told(story, Fleet.of_rows)
 
-
-def test_a_host_copy_for_which_there_is_no_room_any_more_ends_the_read_and_blames_no_source(monkeypatch):
+async def test_a_host_copy_for_which_there_is_no_room_any_more_ends_the_read_and_blames_no_source(monkeypatch):
     """Whoever writes on is killed. The mover looks now and then, and may have written all of this before it does."""
     monkeypatch.setattr(load, "library", lambda: None)
 
-    async def story(fleet):
+    with contextlib.closing(Fleet.of_rows()) as fleet:
         fleet.publish()
         (reader,) = fleet.readers
         reader.open(fleet.publishers, to_host=True)
@@ -434,14 +329,12 @@ def test_a_host_copy_for_which_there_is_no_room_any_more_ends_the_read_and_blame
         assert ended.failure.code == "host-memory-full"
         assert ended.source is None
 
-    told(story, Fleet.of_rows)
-
 
 @pytest.mark.parametrize("where", ["version_from", "Across"])
-def test_whatever_goes_wrong_while_it_is_worked_out_ends_the_read(where, monkeypatch):
+async def test_whatever_goes_wrong_while_it_is_worked_out_ends_the_read(where, monkeypatch):
     """No memory, or our own bug: else the call would wait for its deadline."""
+    with contextlib.closing(Fleet.of_rows()) as fleet:
 
-    async def story(fleet):
         def fails(*_, **__):
             raise MemoryError
 
@@ -450,5 +343,3 @@ def test_whatever_goes_wrong_while_it_is_worked_out_ends_the_read(where, monkeyp
         monkeypatch.setattr(tile_reads, where, fails)
         found = await refused(fleet, reader)
         assert "cannot be worked out: MemoryError()" in found.message
-
-    told(story, Fleet.of_rows)
