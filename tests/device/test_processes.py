@@ -203,32 +203,6 @@ say(code=late.ends())
     assert found["code"] == 0, "it has read what was published after that"
 
 
-@everywhere
-def test_memory_that_a_source_frees_while_it_is_published(device, way, server):
-    """Whoever reads by address may still find there what was: right bytes, or an error. Both devices go on."""
-    story = """
-trainer = Peer("trainer")
-trainer.do("write(tensors, 1); weights.publish(1)")
-company = tensorhub.open("m", replica="company", server=address)
-weights, tensors = join("rollout")
-weights.replicate(1)  # what was mapped for one read is freed before the next
-weights.close()
-late, filled = join("late")
-trainer.do("free(tensors)")
-found = error_of(late.replicate, 1, timeout=8)
-say(is_well="kind" in found or is_right(filled, 1), found=found, device=float(torch.ones(3, device=device).sum()))
-trainer.do("error_of(weights.unpublish); tensors = empty(); weights.register(tensors)")
-trainer.do("write(tensors, 2); weights.publish(2)")
-say(update=error_of(late.update, 2), right=is_right(filled, 2), code=trainer.ends())
-"""
-    found = told(story, device, way, server.address)
-    assert found["is_well"], found
-    assert found["device"] == 3
-    assert found["update"] == {"value": 2}
-    assert found["right"] is True
-    assert found["code"] == 0
-
-
 @pytest.mark.gpu
 @on_a_device
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="tests beside it use the device: run `make gpu`")

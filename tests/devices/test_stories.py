@@ -4,8 +4,6 @@ Real workers beside a real server, their tensors on a stand-in for a device (`de
 `fleet` looks that no process has died but the killed one, and that the device's memory is free again.
 """
 
-import os
-import signal
 from contextlib import suppress
 from dataclasses import replace
 
@@ -85,22 +83,6 @@ def test_a_killed_source_beside_another_one(fleet):
     assert reading.value() == 1
     reader.check(1)
     eventually(lambda: fleet.used_bytes() == 2 * TENSORS_BYTES, "the memory of the killed source is free")
-
-
-@pytest.mark.long
-def test_a_killed_source_that_was_the_only_one(fleet):
-    trainer = fleet.join("trainer")
-    trainer.do("publish(1)")
-    reader, reading = held_midway(fleet, "rollout", "weights.replicate(1, timeout=2)")
-    child = trainer.do("fork()")  # it lives on, and keeps nothing open
-    trainer.kill()
-    reader.do("release()")
-    with pytest.raises(Refused) as refused:
-        reading.value()
-    assert refused.value.kind in NO_SOURCE
-    eventually(lambda: fleet.used_bytes() == TENSORS_BYTES, "the memory of the killed source is free")
-    os.kill(child, signal.SIGKILL)
-    goes_on(fleet, reader, fleet.join("heir"), 2)
 
 
 @only("cuda")
@@ -218,18 +200,6 @@ def test_memory_that_is_freed_while_it_is_read(fleet):
     trainer.do("register()")
     goes_on(fleet, reader, trainer, 2)
     eventually(lambda: fleet.used_bytes() == 2 * TENSORS_BYTES, "what was freed is free")
-
-
-@pytest.mark.long
-def test_other_tensors_are_registered_while_a_reader_has_the_old_ones_open(fleet):
-    trainer, reader = fleet.join("trainer", "rollout")
-    for version in (1, 2, 3):
-        trainer.do("weights.unpublish()")
-        trainer.do("register()")
-        trainer.do(f"publish({version})")
-        assert reader.do("weights.update()") == version
-        reader.check(version)
-    eventually(lambda: fleet.used_bytes() == 2 * TENSORS_BYTES, "the memory of former tensors is free")
 
 
 def test_bytes_that_are_overwritten_while_they_are_read_are_not_taken(fleet):

@@ -9,7 +9,6 @@ import gc
 import hashlib
 import json
 import os
-import signal
 import sys
 import threading
 from functools import partial
@@ -78,19 +77,6 @@ def free():
     """What an engine does that gives up its weights while they are published."""
     for tensor in tensors.values():
         device.free(tensor)
-
-
-def fork():
-    """A child that only lives on, as a DataLoader's does. Returns its process number."""
-    child = os.fork()
-    if child == 0:
-        null = os.open(os.devnull, os.O_RDWR)
-        for number in (0, 1, 2):  # the pipes of the test are none of its
-            os.dup2(null, number)
-        signal.alarm(2 * int(PATIENCE_S))  # it ends, whatever becomes of the test
-        while True:
-            signal.pause()
-    return child
 
 
 def found():
