@@ -1,4 +1,4 @@
-"""Writes the tables and diagrams in docs/ that say what the code says: errors, messages, settings, the buffer.
+"""Writes the tables in docs/ that say what the code says: errors, messages, settings, the buffer.
 
 A page has places for them, between `<!-- generated: NAME -->` and `<!-- end -->`; everything else in it is prose and is
 left alone. `--check` writes nothing and ends with 1 if a table is not what the code says now.
@@ -45,22 +45,17 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
-def error_tree() -> str:
-    """The drawing at the top of the module."""
-    drawing = (errors.__doc__ or "").split("\n\n")[1]
-    lines = [line.removeprefix("    ") for line in drawing.splitlines()]
-    return "```text\n" + "\n".join(lines) + "\n```\n"
-
-
 def error_table() -> str:
-    """Code, class, retry or not, and what it means."""
+    """Class, its base, code, retry or not, and what it means."""
     rows = []
     for found in vars(errors).values():
         if isinstance(found, type) and issubclass(found, errors.TensorHubError):
             retry = "yes" if found.retryable else "no"
             meaning = cell((found.__doc__ or "").split("\n\n")[0])
-            rows.append((code(found.code), code(found.__name__), retry, meaning))
-    return table(("code", "class", "retry", "what it means"), rows)
+            base = found.__bases__[0].__name__
+            kind = code(base) if issubclass(found.__bases__[0], errors.TensorHubError) else ""
+            rows.append((code(found.__name__), kind, code(found.code), retry, meaning))
+    return table(("class", "a kind of", "code", "retry", "what it means"), rows)
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------
@@ -99,21 +94,39 @@ def message_tables(heading: str) -> str:
     """Every message under one heading of the module: what it says, and its fields as a listing."""
     module = Module(Path(str(messages.__file__)))
     parts = []
+    shown: dict[str, list[str]] = {}  # by class: the names of its fields
     for node in module.classes:
         if node.name.startswith("_") or GROUPS.get(module.heading_of(node)) != heading:
             continue
         tags = [ast.literal_eval(word.value) for word in node.keywords if word.arg == "tag"]
         tag = f" (`{tags[0]}`)" if tags else ""
         part = f"**{node.name}**{tag}: {(ast.get_docstring(node) or '').strip()}\n"
-        if fields := module.fields_of(node):
+        fields = module.fields_of(node)
+        names = [field[0] for field in fields]
+        same = next((each for each, those in shown.items() if len(those) > 3 and names[: len(those)] == those), "")
+        if same:
+            fields = fields[len(shown[same]) :]
+            part += f"Fields as {same} has them{', and:' if fields else '.'}\n"
+        if fields:
             part += "\n" + listing(fields)
         parts.append(part)
+        shown[node.name] = names
     return "\n".join(parts)
 
 
+EMPTY = {"None", "''", "b''", "()", "{}", "0", "0.0", "False", "Empty()", "Digest('')", "Number(0)", "Ticket(0)"}
+
+
 def listing(fields: list[tuple[str, ...]]) -> str:
-    """Fields as in the code, with their comments in one column."""
-    return noted([(f"{name}: {kind}" + (f" = {value}" if value else ""), why) for name, kind, value, why in fields])
+    """Fields with their comments in one column; `?` marks one that is empty, zero or false where it is left out."""
+    return noted([(field_text(*field[:3]), field[3]) for field in fields])
+
+
+def field_text(name: str, kind: str, default: str) -> str:
+    """A field as a message has it."""
+    if default in EMPTY:
+        return f"{name}?: {kind.removesuffix(' | None')}"
+    return f"{name}: {kind}" + (f" = {default}" if default else "")
 
 
 def noted(lines: list[tuple[str, str]], language: str = "text") -> str:
@@ -124,15 +137,6 @@ def noted(lines: list[tuple[str, str]], language: str = "text") -> str:
 
 
 # --- the buffer -------------------------------------------------------------------------------------------------------
-
-
-def buffer_diagram() -> str:
-    """What a buffer may become, as the table of transitions has it."""
-    labels: dict[tuple[str, str], list[str]] = {}
-    for each in buffer.TRANSITIONS:
-        labels.setdefault((tag_of(each.before), tag_of(each.after)), []).append(each.trigger)
-    arrows = [f"    {before} --> {after}: {', '.join(names)}" for (before, after), names in labels.items()]
-    return "\n".join(["```mermaid", "stateDiagram-v2", "    [*] --> empty", *arrows, "```", ""])
 
 
 def buffer_table() -> str:
@@ -231,10 +235,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "server-metrics": lambda: metric_table(of_worker=False),
     "worker-metrics": lambda: metric_table(of_worker=True),
     "metric-buckets": bucket_table,
-    "error-tree": error_tree,
     "error-table": error_table,
     "limits": limit_table,
-    "buffer-diagram": buffer_diagram,
     "buffer-table": buffer_table,
     "server-settings": server_setting_table,
     "worker-settings": worker_setting_table,

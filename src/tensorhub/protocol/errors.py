@@ -14,7 +14,7 @@
     │   ├── HostMemoryFull               no room: for a version that must be kept, a buffer to cast into, or the work
     │   ├── ServerUnreachable            it cannot be opened or asked without one; work in hand goes on
     │   └── DeadlineExceeded             names what was missing at the end, and how far it got
-    ├── Refused                      token, certificate, or protocol version not accepted
+    ├── Refused                      token or protocol version not accepted
     ├── SessionLost                  declared dead; rejoin; nothing granted before counts
     ├── TransferError                data plane
     │   ├── SourceLost                   handled inside by another source; seen only when none is left
@@ -137,7 +137,7 @@ class DeadlineExceeded(Unavailable):
 
 
 class Refused(TensorHubError):
-    """The other side does not accept the token, the certificate or the protocol version."""
+    """The other side does not accept the token or the protocol version."""
 
     code = "refused"
 

@@ -291,23 +291,18 @@ class Failure(_Message, frozen=True):
 class Report(_Message, frozen=True, tag="report"):
     """How things are at this worker.
 
-    `number` rises by one with each report. `session` is as the server last named it (0: never). `seen` is the
-    highest orders number ever seen. `ended` is the position of the last call that ended here (`missed`: why it was
-    never made), `finished` that of the last one that ended well, `alone` that of the last one that ended without
-    the server. A publish that its caller has left without the server goes on as `call` until a server has answered
-    it. No ticket up to and including `closed` is being read any more. `newest` is the newest version ever heard of,
-    `newest_epoch` its epoch: with them `latest` survives a restart of the server. `writes` is the highest epoch or
-    lease that this worker was given as the writer of its model: of two replicas the one with the higher number is
-    the writer. `failures` are of the current call, newest last. `copies` are in host memory, where `copies_left`
-    more would fit; one that could not be made left `copy_error`. `pins` are the versions to be kept, `prefetch`
-    what to fill a copy with ahead. `closing`: close() was called, and nothing that it holds can be relied on.
-    `stops`: no peer reads from its buffer any more, and it stops serving it. `can_box`: what it registered without
-    boxes are whole tensors, and it takes them as boxes where others need that.
+    `ended` is the position of the last call that ended here (`missed`: why it was never made), `finished` that of the
+    last one that ended well, `alone` that of the last one that ended without the server. A publish that its caller has
+    left without the server goes on as `call` until a server has answered it. `writes` is the highest epoch or lease
+    that this worker was given as the writer of its model: of two replicas the one with the higher number is the writer.
+    `closing`: close() was called, and nothing that it holds can be relied on. `stops`: no peer reads from its buffer
+    any more, and it stops serving it. `can_box`: it registered whole tensors without boxes, and takes them as boxes
+    where others need that.
     """
 
-    number: int
-    session: Number = Number(0)
-    seen: Number = Number(0)
+    number: int  # rises by one with each report
+    session: Number = Number(0)  # as the server last named it
+    seen: Number = Number(0)  # the highest number of orders so far
     buffer: Buffer = Empty()
     layout: Digest = Digest("")
     size_bytes: int = 0
@@ -316,16 +311,16 @@ class Report(_Message, frozen=True, tag="report"):
     finished: int = 0
     alone: int = 0
     reading: Reading | None = None
-    closed: Ticket = Ticket(0)
-    newest: Version | None = None
-    failures: tuple[TicketFailure, ...] = ()
+    closed: Ticket = Ticket(0)  # no ticket up to this one is being read any more
+    newest: Version | None = None  # ever heard of: with it `latest` survives a restart of the server
+    failures: tuple[TicketFailure, ...] = ()  # of the current call, newest last
     received_bytes: dict[str, int] = {}  # by source replica, over this life: the latest few, and OTHERS
     cross_site_bytes: dict[int, int] = {}  # by version: of these, those from other sites; the latest few
     copies: tuple[HostCopy, ...] = ()
-    copies_left: int = 0
-    copy_error: Failure | None = None
-    pins: tuple[Version, ...] = ()
-    prefetch: Spec | None = None
+    copies_left: int = 0  # so many more would fit into host memory
+    copy_error: Failure | None = None  # why a copy could not be made
+    pins: tuple[Version, ...] = ()  # versions to be kept
+    prefetch: Spec | None = None  # what to fill a copy with ahead
     newest_epoch: Number = Number(0)
     writes: Number = Number(0)
     closing: bool = False
@@ -393,34 +388,30 @@ class Answer(_Message, frozen=True):
 class Orders(_Message, frozen=True, tag="orders"):
     """What the server wants of one worker, whole.
 
-    `acknowledged` is the number of the latest report taken in. `position` is the position of the last call that
-    ended anywhere in the replica, None while the server cannot know it. `drained` names the version that no peer reads
-    from this worker any more. `newest` and its epoch are the model's, so that all workers remember it. `offload`:
-    copy that version from the buffer to host memory before leaving it. `fetch`: fill a host copy with that version as
-    grants allow. `release`: the host copies of these numbers are not needed any more; each is named until it is gone,
-    and dropped when orders that answer a report of it as `dropping` still name it. `superseded`: what is held
-    with that epoch is not its version, of which another publish is finished. `report_at_once`: say at once that this is
-    known.
-    `box`: other workers of the model have boxes. What this one publishes it is to publish with boxes too.
+    `position` is that of the last call that ended anywhere in the replica, None while the server cannot know it.
+    `release`: the host copies of these numbers are not needed any more. Each is named until it is gone, and dropped
+    when orders that answer a report of it as `dropping` still name it. `superseded`: what is held with that epoch is
+    not its version, of which another publish is finished. `box`: other workers of the model have boxes. What this one
+    publishes it is to publish with boxes too.
     """
 
     number: Number
     session: Number
-    acknowledged: int
+    acknowledged: int  # the number of the latest report taken in
     lease_s: float
     trust_s: float
     report_s: float
     position: int | None = None
     answer: Answer | None = None
     grant: Grant | None = None
-    drained: Version | None = None
-    newest: Version | None = None
-    offload: Version | None = None
-    fetch: Version | None = None
+    drained: Version | None = None  # no peer reads it from this worker any more
+    newest: Version | None = None  # of the model, so that all workers remember it
+    offload: Version | None = None  # to be copied from the buffer to host memory before leaving it
+    fetch: Version | None = None  # to fill a host copy with, as grants allow
     release: tuple[int, ...] = ()
     newest_epoch: Number = Number(0)
     superseded: Number = Number(0)
-    report_at_once: bool = False
+    report_at_once: bool = False  # say at once that this is known
     box: bool = False
 
 

@@ -184,7 +184,7 @@ async def _one_after_another(
 AGAIN_S = 0.1  # until the next try to start a thread that must be
 GRACE_S = 0.8  # a call that has not ended this long after its deadline is given up by its caller: the loop is stuck
 OUR_THREAD = "this is the thread of TensorHub in which it would be done"
-BRIEF_S = 0.25  # a call begins, or is over: its threads take turns soon, beside a busy one too (decision 0037)
+BRIEF_S = 0.25  # a call begins, or is over: its threads take turns soon, beside a busy one too (decision 0022)
 TICK_S = 0.25  # between two looks at the progress of a call
 UNWIND_S = 1.0  # for what an interrupt cancels: it takes milliseconds where the loop gets to run
 

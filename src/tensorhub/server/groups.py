@@ -5,7 +5,7 @@ means; the others get the stored answer. A call succeeds on all shards, or fails
 
 A worker gives its call the number after its last one; its first call, the number after the position that it was told;
 one that it could not make, the number after the later of both.
-Its siblings may have ended calls of which it has not heard, so that number can be stale. Rules (decision 0028):
+Its siblings may have ended calls of which it has not heard, so that number can be stale. Rules (decision 0001):
 - A shard that comes to a position that is over is numbered anew: the call that its siblings are in now if that is the
   same, else the next one. While they are in another call, it fails: it has been left behind, and is in step again after
   that.

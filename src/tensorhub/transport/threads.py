@@ -390,7 +390,7 @@ def mode_exchange() -> Callable[[object], int] | None:
     return found
 
 
-# --- Short waits for the interpreter while a transfer begins and ends (decision 0037).
+# --- Short waits for the interpreter while a transfer begins and ends (decision 0022).
 #
 # A thread that wants the interpreter beside one that computes waits 5 ms by default (`sys.setswitchinterval`), after
 # each call that has let go of it. A read has some twenty of these before its bytes move and after. While any thread

@@ -1,7 +1,7 @@
 """The registered memory of a worker: what its buffer may become, and what of it peers may read.
 
 `TRANSITIONS` is all that can happen to a buffer. Each trigger is a method of `RegisteredMemory`. A transition that is
-not in the table is an `InvariantViolation`. `docs/protocol.md` has the table as a diagram.
+not in the table is an `InvariantViolation`.
 """
 
 from dataclasses import dataclass, field

@@ -21,7 +21,7 @@ from .wire import Garbled, Vanished, Wire
 if TYPE_CHECKING:
     from .reader import Job
 
-# --- Where a worker listens, where its peers find it, and which of its addresses a stream goes to (decision 0036).
+# --- Where a worker listens, where its peers find it, and which of its addresses a stream goes to (decision 0011).
 #
 #     host     10.0.0.5,10.0.1.5                              or eth0,eth1
 #     peers    tcp://10.0.0.5:41234,10.0.1.5:41877

@@ -73,11 +73,11 @@ class Window:
 #     count = StreamCount(settings, 1)
 #     count.look(now, arrived_bytes)      now and then: how many streams the read should have from now on
 #
-# Rules (decision 0030). Pure: it is told the time.
+# Rules (decision 0011). Pure: it is told the time.
 # 1. A rate is that of `probe_s`. The time in which streams came or went is not counted.
 # 2. The number is doubled to try, and halved again unless the rate has become `GAIN` times what it was. After a trial
 #    in vain the next one waits, each time for twice as long.
-# 3. What comes slower than `probe_rate_bytes_per_s` is held up by its link: it has one stream (decision 0011).
+# 3. What comes slower than `probe_rate_bytes_per_s` is held up by its link: it has one stream.
 #    No fewer, in any case, than the source has addresses: each has a link of its own.
 # 4. A stream that gets `stream_rate_bytes_per_s` is held up by its core: of those there are no more than cores.
 
