@@ -13,7 +13,7 @@ import tokenize
 from collections.abc import Callable
 from pathlib import Path
 
-from tensorhub.protocol import errors, events, messages, settings
+from tensorhub.protocol import errors, events, messages
 from tensorhub.worker import buffer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -163,30 +163,11 @@ def limit_table() -> str:
     return noted(lines)
 
 
-def server_setting_table() -> str:
-    """The settings of the server's decisions, each with its meaning and its working."""
+def setting_table(of: str) -> str:
+    """The settings of a worker, or of the reference server."""
     from tensorhub.runtime.config import table as setting_rows
 
-    known = {row.name: row for row in setting_rows() if row.of == "server"}
-    module = Module(Path(str(settings.__file__)))
-    fields = [
-        (name, cell(why))
-        for node in module.classes
-        if node.name == "Settings"
-        for name, _, _, why in module.fields_of(node)
-    ]
-    rows = [
-        (code(row.name), code(row.variable), code(row.default), cell(row.text), why)
-        for row, why in ((known[name], why) for name, why in fields if name in known)
-    ]
-    return table(("setting", "variable", "default", "meaning", "why that much"), rows)
-
-
-def worker_setting_table() -> str:
-    """The settings of a worker."""
-    from tensorhub.runtime.config import table as setting_rows
-
-    rows = [(code(r.name), code(r.variable), code(r.default), cell(r.text)) for r in setting_rows() if r.of == "worker"]
+    rows = [(code(r.name), code(r.variable), code(r.default), cell(r.text)) for r in setting_rows() if r.of == of]
     return table(("setting", "variable", "default", "meaning"), rows)
 
 
@@ -216,30 +197,15 @@ def metric_table(*, of_worker: bool) -> str:
     return table(("metric", "kind", "labels", "meaning"), rows)
 
 
-def bucket_table() -> str:
-    """The bounds of histograms, each with its reason."""
-    from tensorhub.runtime import metrics
-
-    module = Module(Path(str(metrics.__file__)))
-    lines = []
-    for node in module.constants:
-        name = ast.unparse(node.targets[0])
-        if name in ("SECONDS", "RATES", "LAGS"):
-            bounds = ", ".join(f"{bound:g}" for bound in getattr(metrics, name))
-            lines.append((name.lower(), bounds, cell(module.comments[node.lineno - 1])))
-    return table(("for", "upper bounds", "why"), lines)
-
-
 TABLES: dict[str, Callable[[], str]] = {
     "events": event_table,
     "server-metrics": lambda: metric_table(of_worker=False),
     "worker-metrics": lambda: metric_table(of_worker=True),
-    "metric-buckets": bucket_table,
     "error-table": error_table,
     "limits": limit_table,
     "buffer-table": buffer_table,
-    "server-settings": server_setting_table,
-    "worker-settings": worker_setting_table,
+    "server-settings": lambda: setting_table("server"),
+    "worker-settings": lambda: setting_table("worker"),
     **{f"messages-{name}": (lambda name=name: message_tables(name)) for name in GROUPS.values()},
 }
 

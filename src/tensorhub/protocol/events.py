@@ -91,9 +91,8 @@ class Left(_Event, frozen=True, kw_only=True, tag="left"):
 class Died(_Event, frozen=True, kw_only=True, tag="died"):
     """The session of a worker is over, and the worker had not said so.
 
-    `seen`: "lease over" (it fell silent, and its connection stayed open), "connection closed" (before that the
-    connection had ended), "not back" (it did not report to a restarted server), "replaced" (a worker that had lived
-    before a restart has its place).
+    `seen`: "lease over", "connection closed" (before that), "not back" (it did not report to a restarted server),
+    "replaced" (a worker that had lived before a restart has its place).
     """
 
     seen: str = "lease over"

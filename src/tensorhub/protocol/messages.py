@@ -17,7 +17,7 @@ from .manifest import Layout, decode_layout, digest_of_boxed, digest_of_layout
 from .names import Digest, ModelName, Number, ReplicaName, Shard, Ticket, Version, WorkerId
 
 PROTOCOL = "tensorhub/6"
-MAX_REPORT_BYTES = 64 * 1024  # a report: a few hundred bytes and bounded texts; 100 for each source of a read
+MAX_REPORT_BYTES = 64 * 1024  # a report: bounded texts; 100 for each source of a read
 MAX_LAYOUT_BYTES = 16 * 1024 * 1024  # about 150,000 tensors
 MAX_TEXT = 2_000  # characters of an error's message on the wire
 MAX_HINT = MAX_WORDS = 500  # of its hint; of each text in a report: why a read failed, how one goes
@@ -206,15 +206,12 @@ class CallReport(_Message, frozen=True):
 
 
 class Source(_Message, frozen=True, array_like=True):
-    """A worker that is read from: its buffer, or its host copy. A report names no more than that.
-
-    `root` is the content's identity in its layout, and `is_cross_site` true if it is in another site.
-    """
+    """A worker that is read from: its buffer, or its host copy. A report names no more than that."""
 
     worker: WorkerId
     from_host: bool = False
     endpoints: tuple[str, ...] = ()
-    root: Digest = Digest("")
+    root: Digest = Digest("")  # the content's identity in its layout
     is_cross_site: bool = False
 
     @property
@@ -226,10 +223,9 @@ class Source(_Message, frozen=True, array_like=True):
 class Reading(_Message, frozen=True):
     """The one read that this worker has open; it may be about to stop.
 
-    `is_opened`: the manifests of its sources are here, and it waits for the buffer. `arrived_bytes` came by it so far,
-    of chunks under way too. `shares`: it maps the source's host copy, and copies nothing. `is_across`: its sources are
-    a whole replica with another layout; `root` is then the content's identity in this worker's own layout, as those
-    manifests say, and empty until they are here. What follows `root` is for people.
+    `is_opened`: the manifests of its sources are here, and it waits for the buffer. `shares`: it maps the source's host
+    copy, and copies nothing. `is_across`: its sources are a whole replica with another layout; `root` is then the
+    content's identity in this worker's own layout, once their manifests are here. What follows `root` is for people.
     """
 
     ticket: Ticket
@@ -237,7 +233,7 @@ class Reading(_Message, frozen=True):
     version: Version
     to_host: bool = False
     is_opened: bool = False
-    arrived_bytes: int = 0
+    arrived_bytes: int = 0  # so far, of chunks under way too
     shares: bool = False
     is_across: bool = False
     root: Digest = Digest("")
@@ -248,14 +244,11 @@ class Reading(_Message, frozen=True):
 
 
 class ReadDone(_Message, frozen=True):
-    """The last read of a worker that has brought a version to its end. For people.
-
-    `seconds`: from the beginning of the read to its last chunk in place. `is_verified`: against the digest of each.
-    """
+    """The last read of a worker that has brought a version to its end. For people."""
 
     ticket: Ticket
     arrived_bytes: int
-    seconds: float
+    seconds: float  # from the beginning of the read to its last chunk in place
     transport: str = ""
     path: str = ""
     is_verified: bool = True
@@ -337,12 +330,9 @@ class Report(_Message, frozen=True, tag="report"):
 class Grant(_Message, frozen=True):
     """Permission to read one version of one shard into the buffer or a host copy.
 
-    It has one source, with the same layout. `is_across`: its sources have another one, and together all of the version:
-    one worker for each shard of that layout. They are read as one, and what the version is in the reader's own layout
-    follows from their manifests.
-
-    `shares`: both ends are host copies on one host. Map the source's, which is whole; where that cannot be, read it at
-    once.
+    It has one source, with the same layout. `is_across`: its sources have another one, one worker for each shard of
+    that layout, and are read as one. `shares`: both ends are host copies on one host. Map the source's, which is whole;
+    where that cannot be, read it at once.
     """
 
     ticket: Ticket
@@ -461,8 +451,8 @@ def add_up(table: dict[str, int], name: str, amount: int, *, most: int) -> None:
 _LATEST = re.compile(r"latest(?:-(\d{1,9}))?\Z")
 PREFETCHED = "prefetched"
 HIGHEST_VERSION = 2**62  # fits every integer type on the way
-MAX_FIRST_VERSION = 2**53  # JSON has it exactly; steps, samples, tokens and microseconds since 1970 are far below
-MAX_VERSION_JUMP = 10**9  # a large step has 10**8 tokens, a day 86_400_000 ms; from 2**53 to 2**62 it takes 4.6e9 jumps
+MAX_FIRST_VERSION = 2**53  # JSON has it exactly; microseconds since 1970 are far below
+MAX_VERSION_JUMP = 10**9  # a large step has 10**8 tokens, a day 86_400_000 ms
 
 
 def parse_spec(spec: Spec, verb: str = "") -> Version | None:
