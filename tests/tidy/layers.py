@@ -9,7 +9,8 @@ knows nothing of it. That the server's half loads no torch is a test of its own.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from graphlib import CycleError, TopologicalSorter
 
 from .sources import PACKAGE, Source, imports_of
 
@@ -77,33 +78,15 @@ def layer_violations(source: Source) -> list[str]:
 
 
 def circle_imports(files: Sequence[Source]) -> list[str]:
-    """No imports run in a circle."""
-    imported: dict[str, dict[str, str]] = {source.module: {} for source in files}
+    """No imports run in a circle; at most the first that is found."""
+    known = {source.module for source in files}
+    imported: dict[str, list[str]] = {}
     for source in files:
-        for found in imports_of(source):
-            name = f"{found.module}.{found.name}" if f"{found.module}.{found.name}" in imported else found.module
-            if name not in imported or name == source.module:
-                continue
-            imported[source.module].setdefault(name, source.at(found.node))
-    return [
-        f"{imported[circle[0]][circle[1]]}: imports run in a circle: {' → '.join(circle)}"
-        for circle in _circles(imported)
-    ]
-
-
-def _circles(imported: dict[str, dict[str, str]]) -> Iterator[list[str]]:
-    """One circle for each import that closes one: depth first, in order of names."""
-    done: dict[str, bool] = {}  # False: on the way
-
-    def visit(module: str, way: list[str]) -> Iterator[list[str]]:
-        done[module] = False
-        for name in sorted(imported[module]):
-            if name not in done:
-                yield from visit(name, [*way, name])
-            elif not done[name]:
-                yield [*way[way.index(name) :], name]
-        done[module] = True
-
-    for module in sorted(imported):
-        if module not in done:
-            yield from visit(module, [module])
+        names = [(found.module, f"{found.module}.{found.name}") for found in imports_of(source)]
+        modules = [deep if deep in known else module for module, deep in names]
+        imported[source.module] = [module for module in modules if module in known and module != source.module]
+    try:
+        TopologicalSorter(imported).prepare()
+    except CycleError as error:
+        return [f"imports run in a circle: {' → '.join(reversed(error.args[1]))}"]
+    return []

@@ -3,8 +3,6 @@
 import subprocess
 import sys
 
-import pytest
-
 import tensorhub
 from tensorhub.protocol import errors
 
@@ -20,15 +18,8 @@ threads = [thread.name for thread in threading.enumerate() if thread is not thre
 print(heavy, threads, made)
 """
 
-NO_TORCH = (
-    "src/tensorhub/protocol",
-    "src/tensorhub/server",
-    "src/tensorhub/worker",
-    "tests/sim",
-    "src/tensorhub/transport",
-    "src/tensorhub/runtime",
-    "src/tensorhub/cli",
-)  # the server and the simulator never load it
+OWN = ("protocol", "server", "worker", "transport", "runtime", "cli")
+NO_TORCH = ("tests/sim", *(f"src/tensorhub/{folder}" for folder in OWN))
 
 
 def look(modules: list[str], heavy: tuple[str, ...]) -> str:
@@ -44,9 +35,9 @@ def test_import_tensorhub_is_free() -> None:
     assert look(["tensorhub"], heavy) == "[] [] []"
 
 
-@pytest.mark.parametrize("folder", NO_TORCH)
-def test_torch_stays_away(folder: str) -> None:
-    modules = [source.module.removesuffix(".__main__") for source in sources(folder)]
+def test_torch_stays_away() -> None:
+    """From the server and the simulator, transports and commands too: in one process, all that they are made of."""
+    modules = [source.module.removesuffix(".__main__") for folder in NO_TORCH for source in sources(folder)]
     assert look(modules, ("torch",)) == "[] [] []"
 
 
