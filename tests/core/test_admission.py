@@ -126,8 +126,8 @@ def test_the_limit_on_models_holds_for_hellos_that_met() -> None:
     assert [code(town.report("trainer", 0, model)) for model in ("a", "b", "c")] == ["", "", "refused"]
 
 
-@pytest.mark.parametrize("fresh", [True, False])
 @given(
+    st.booleans(),
     st.lists(
         st.tuples(
             st.sampled_from(["hello", "report", "leave", "drop", "time"]),
@@ -136,7 +136,7 @@ def test_the_limit_on_models_holds_for_hellos_that_met() -> None:
         ),
         min_size=6,
         max_size=40,
-    )
+    ),
 )
 def test_in_whatever_order_they_come_all_who_live_agree(fresh: bool, history: list) -> None:
     town = Town(fresh=fresh)

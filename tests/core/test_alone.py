@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from tensorhub.protocol.messages import Answer, Empty, Failure, Holding, Poisoned, Vacated
+from tensorhub.protocol.messages import Answer, Failure, Holding, Poisoned, Vacated
 from tensorhub.protocol.names import Digest, Number, Version
 from tensorhub.worker import events
 
@@ -46,19 +46,6 @@ class Writer(Conversation):
         return [each.version for each in self.wanted if isinstance(each, events.Finished) and each.error is None]
 
 
-def test_readers_are_cut_off_when_none_trusts_its_read_any_more_and_not_before() -> None:
-    it = Writer.made()
-    it.tell(events.Called("unpublish", "", 60.0, claim=TWO))
-    it.waits(ALONE_S - 0.01)
-    assert not it.wants(events.StopServing(ONE))
-    it.waits(ALONE_S)
-    assert it.wants(events.StopServing(ONE))
-    assert len(it.ended()) == 1
-    it.tell(events.ServingStopped(ONE))
-    assert it.worker.buffer == Empty()
-    assert len(it.ended()) == 2
-
-
 def test_time_for_which_the_process_stood_still_does_not_count() -> None:
     it = Writer.made()
     it.tell(events.Called("unpublish", "", 60.0))
@@ -78,15 +65,6 @@ def test_a_number_that_is_not_above_all_that_the_worker_knows_is_refused() -> No
     assert it.worker.held == 3
     it.trains(4)
     assert it.ended()[1:] == [None, 3, None, 4]
-
-
-def test_a_worker_that_is_not_the_writer_waits_for_the_server() -> None:
-    it = Conversation.begun()
-    it.tell(events.Called("publish", 1, 60.0, root=ROOT), events.Disconnected())
-    it.now = 30.0
-    it.tell(events.Tick())
-    assert it.worker.buffer == Empty()
-    assert it.worker.call is not None
 
 
 @pytest.mark.parametrize(

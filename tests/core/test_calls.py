@@ -3,7 +3,6 @@
 import pytest
 
 from tensorhub.protocol.messages import (
-    Buffer,
     CallReport,
     Empty,
     Filling,
@@ -160,65 +159,6 @@ def test_who_is_in_the_call_before_and_was_cut_short_may_have_had_more() -> None
     holds(fleet, "new", TWO)
     fleet.says(SECOND, shards=2, buffer=Poisoned(), call=again, ended=3)
     assert call_of(fleet).version == TWO
-
-
-# --- an update keeps what is held where no source of the newer version answers ---
-
-
-class Rollout:
-    """A replica of two shards that holds 1 and calls; then 2 exists, and all that have it fall silent."""
-
-    def __init__(self, call: CallReport) -> None:
-        self.fleet, self.call = Fleet(), call
-        holds(self.fleet, "old", ONE)
-        holds(self.fleet, "new", TWO)
-        self.says()
-
-    def says(self, *, second: Buffer | None = None) -> None:
-        for shard, who in enumerate((FIRST, SECOND)):
-            held = Holding(ONE, Digest(f"1/{shard}"))
-            buffer = held if second is None or who is FIRST else second
-            self.fleet.says(who, shards=2, buffer=buffer, call=self.call)
-
-    def waits(self, seconds: float, **more: Buffer) -> GroupCall:
-        until = self.fleet.now + seconds
-        while self.fleet.now < until:
-            self.fleet.now += 0.25
-            self.says(**more)
-        return call_of(self.fleet)
-
-
-@pytest.mark.parametrize("spec", ["latest", "latest-0"])
-def test_an_update_keeps_what_is_held_when_the_sources_were_silent_for_two_seconds(spec: str) -> None:
-    rollout = Rollout(CallReport(1, "update", spec, floor=ONE))
-    assert call_of(rollout.fleet).version == TWO
-    assert not rollout.waits(1.75).is_over
-    call = rollout.waits(0.5)
-    assert (call.is_finished, call.version) == (True, ONE)
-    model = rollout.fleet.server.state.models[ModelName("policy")]
-    assert not model.look_up(TWO).promised, "who has the version need not keep it for this call"
-    (view,) = (
-        each for each in rollout.fleet.server.status(now=rollout.fleet.now).models[0].replicas if each.name == "r"
-    )
-    assert view.call is not None
-    assert view.call.waiting_for == "r keeps version 1: no source of version 2 of policy has answered for 2 s"
-
-
-@pytest.mark.parametrize(("verb", "spec"), [("update", 2), ("replicate", "latest")])
-def test_a_number_and_a_replicate_wait_for_the_lease(verb: str, spec: int | str) -> None:
-    assert not Rollout(CallReport(1, verb, spec)).waits(6.0).is_over
-
-
-@pytest.mark.parametrize("second", [Vacated(ONE, Digest("1/1")), Filling(TWO, 1, 4), Empty()])
-def test_nothing_is_kept_where_a_shard_has_left_it(second: Buffer) -> None:
-    assert not Rollout(CallReport(1, "update", "latest", floor=ONE)).waits(6.0, second=second).is_over
-
-
-def test_nothing_is_kept_where_a_source_of_each_shard_is_heard() -> None:
-    rollout = Rollout(CallReport(1, "update", "latest", floor=ONE))
-    for _ in range(6):
-        holds(rollout.fleet, "new", TWO)
-        assert not rollout.waits(1.0).is_over
 
 
 # --- who waits for a version that all its holders want to leave hears of it when one of them stays after all ---

@@ -2,7 +2,7 @@
 
 from tensorhub.protocol.messages import Answer, CallReport, Failure
 from tensorhub.protocol.names import ReplicaName, Shard, Version
-from tensorhub.server.groups import Replica, some_shards
+from tensorhub.server.groups import Replica
 
 from .kit import called, worker
 
@@ -12,10 +12,6 @@ ZERO, ONE, TWO = Shard(0), Shard(1), Shard(2)
 def replica(shards: int = 2) -> Replica:
     members = {Shard(shard): worker("rollout", shard) for shard in range(shards)}
     return Replica(ReplicaName("rollout"), shards, members)
-
-
-def code(failure: Failure | None) -> str:
-    return failure.code if failure is not None else ""
 
 
 def heard(group: Replica, shard: Shard, mine: CallReport) -> Answer:
@@ -54,18 +50,6 @@ def test_who_waits_for_a_shard_that_could_not_make_the_call_hears_why() -> None:
     assert group.missed is None
 
 
-def test_who_calls_another_verb_or_spec_does_not_arrive_and_fails_nothing_yet() -> None:
-    for other in (called(1, "replicate"), called(1, spec="latest-1"), called(1, spec=7)):
-        group = replica()
-        group.arrive(ZERO, called(1), now=0.0)
-        group.arrive(ONE, other, now=0.0)
-        assert group.call is not None
-        assert group.missing() == [1]
-        assert list(group.call.differing) == [ONE]
-        for shard, mine in ((ZERO, called(1)), (ONE, other)):
-            assert heard(group, shard, mine).error is None
-
-
 def test_who_differs_from_a_call_that_was_given_up_comes_to_the_next() -> None:
     for end in ("gives up", "goes on", "dies"):
         group = replica()
@@ -90,25 +74,6 @@ def given_up() -> Replica:
     group.arrive(ZERO, called(1), now=0.0)
     group.note_ended(ZERO, 1, 0)
     return group
-
-
-def instead(group: Replica, shard: Shard, mine: CallReport) -> int | None:
-    """Where that call goes on; None if it hears nothing yet."""
-    group.arrive(shard, mine, now=0.0)
-    answer = group.answer(shard, mine)
-    assert answer is None or answer.instead == 0 or code(answer.error) == "group-incomplete"
-    return answer.instead if answer is not None else None
-
-
-def test_who_comes_to_what_was_given_up_begins_the_next() -> None:
-    assert instead(given_up(), ONE, called(1)) == 2
-    assert instead(given_up(), ONE, called(1, "replicate")) == 2
-
-
-def test_who_comes_late_joins_the_call_that_its_siblings_are_in_if_that_is_the_same() -> None:
-    group = given_up()
-    group.arrive(ZERO, called(5), now=0.0)
-    assert instead(group, ONE, called(1)) == 5
 
 
 def test_where_ends_may_be_unknown_nobody_is_numbered_anew() -> None:
@@ -136,35 +101,3 @@ def test_a_shard_that_saw_it_end_well_is_believed() -> None:
     group.arrive(ONE, called(1), now=0.0, is_first=True)
     group.note_ended(ZERO, 1, 1)
     assert heard(group, ONE, called(1)).finished
-
-
-def test_one_that_goes_on_fails_the_call_it_left() -> None:
-    group = replica()
-    group.arrive(ZERO, called(1), now=0.0)
-    group.arrive(ONE, called(1), now=0.0)
-    group.arrive(ZERO, called(2), now=0.0)
-    assert code(heard(group, ONE, called(1)).error) == "group-incomplete"
-    assert heard(group, ZERO, called(2)).error is None
-
-
-def test_a_death_before_it_arrived_fails_it_too_and_its_next_life_comes_to_the_next() -> None:
-    group = replica()
-    group.arrive(ZERO, called(1), now=0.0)
-    group.lose(ONE, "died")
-    assert code(heard(group, ZERO, called(1)).error) == "group-incomplete"
-    group.note_ended(ZERO, 1, 0)
-    group.arrive(ONE, called(2), now=0.0)
-    assert heard(group, ONE, called(2)).error is None
-
-
-def test_what_was_resolved_before_a_restart_is_believed() -> None:
-    group = replica()
-    group.arrive(ZERO, called(3, resolved=Version(7)), now=0.0)
-    group.arrive(ONE, called(3), now=0.0)
-    assert heard(group, ONE, called(3)).version == 7
-
-
-def test_of_many_shards_a_few_are_named() -> None:
-    assert some_shards([]) == ""
-    assert some_shards(range(8)) == "0, 1, 2, 3, 4, 5, 6, 7"
-    assert some_shards(range(9)) == "0, 1, 2, 3, 4, 5, 6, 7, …"

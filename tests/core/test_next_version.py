@@ -1,6 +1,6 @@
 """The number with which a trainer that was started again goes on: above all that were ever taken."""
 
-from tensorhub.protocol.messages import CallReport, Holding
+from tensorhub.protocol.messages import Holding
 from tensorhub.protocol.names import Digest, ModelName, Number, Version
 from tensorhub.server.calls import next_version
 
@@ -20,25 +20,6 @@ def test_it_is_above_what_exists() -> None:
     fleet.says(worker("rollout"))
     assert next_of(fleet) == 0
     fleet.publishes(7, worker("trainer"), 1)
-    assert next_of(fleet) == 8
-
-
-def test_a_lost_number_stays_taken() -> None:
-    fleet = Fleet()
-    fleet.says(worker("rollout"))
-    fleet.says(worker("trainer"))
-    fleet.publishes(7, worker("trainer"), 1)
-    fleet.says(worker("trainer"), left=True, ended=1, finished=1)
-    model = fleet.server.state.models[POLICY]
-    assert model.is_lost(model.versions[Version(7)])
-    assert next_of(fleet) == 8
-
-
-def test_a_publish_that_was_refused_takes_nothing() -> None:
-    fleet = Fleet()
-    fleet.says(worker("rollout"))
-    fleet.publishes(7, worker("trainer"), 1)
-    fleet.says(worker("second"), call=CallReport(1, "publish", 5, Digest("s")))
     assert next_of(fleet) == 8
 
 

@@ -94,26 +94,6 @@ def member(name: str, lease_end: float) -> Member:
     return Member(hello(worker(name)), name, Number(1), lease_end)
 
 
-def test_a_lease_that_is_renewed_does_not_end() -> None:
-    members, one = Members(), member("a", 10.0)
-    members.add(one)
-    one.lease_end = 15.0
-    assert members.due(10.0) == ([], [])
-    assert members.next_time() == 15.0
-    assert members.due(15.0) == ([one], [])
-
-
-def test_a_member_can_be_looked_at_before_its_lease_ends() -> None:
-    members, one = Members(), member("a", 10.0)
-    members.add(one)
-    members.wake(one, 3.0)
-    members.wake(one, 7.0)  # later than what is asked for already
-    assert members.next_time() == 3.0
-    assert members.due(3.0) == ([], [one])
-    assert members.due(9.9) == ([], [])
-    assert members.due(10.0) == ([one], [])
-
-
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0.0, 5.0), st.booleans()), max_size=40))
 def test_nobody_is_missed_and_the_queue_does_not_grow(history: list[tuple[str, float, bool]]) -> None:
     members, now, alive = Members(), 0.0, {}

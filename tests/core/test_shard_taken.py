@@ -17,52 +17,11 @@ def server_with_a_trainer() -> Server:
     return server
 
 
-def until(server: Server, now: float) -> None:
-    """Time goes on, and the server is called when it wants to be."""
-    while (at := server.next_deadline()) < now:
-        server.tick(now=at)
-
-
-def second_life(server: Server, now: float) -> Refusal | None:
-    until(server, now)
-    outbox = server.handle(hello(ME, life="second"), sender="second", now=now)
-    refusals = [message for sender, message in outbox if sender == "second" and isinstance(message, Refusal)]
-    return refusals[0] if refusals else None
-
-
-def test_one_who_was_just_heard_keeps_it_for_good() -> None:
-    refusal = second_life(server_with_a_trainer(), 1.0)
-    assert refusal is not None
-    assert (refusal.code, refusal.retry_s) == ("shard-taken", 0.0)
-
-
-def test_one_whose_connection_is_gone_keeps_it_until_its_lease_ends() -> None:
-    server = server_with_a_trainer()
-    server.disconnected("first", now=0.5)
-    refusal = second_life(server, 1.0)
-    assert refusal is not None
-    assert refusal.retry_s > 0
-    assert second_life(server, 10.0) is None
-
-
-def test_one_that_is_silent_on_an_open_connection_likewise() -> None:
-    refusal = second_life(server_with_a_trainer(), 3.0)
-    assert refusal is not None
-    assert refusal.retry_s > 0
-
-
 def test_the_same_life_on_another_connection_is_no_other_worker() -> None:
     server = server_with_a_trainer()
     assert server.handle(hello(ME, life="first"), sender="again", now=1.0) == []
     (answer,) = server.handle(report(2), sender="again", now=1.0)
     assert answer[0] == "again"
-
-
-def test_another_shard_of_the_replica_is_somebody_else() -> None:
-    server = Server(SETTINGS, 0.0, 1, fresh=True)
-    for shard in (0, 1):
-        outbox = server.handle(hello(worker("trainer", shard), shards=2), sender=str(shard), now=0.0)
-        assert outbox == []
 
 
 def test_of_two_that_said_hello_together_the_second_does_not_speak_for_the_first() -> None:

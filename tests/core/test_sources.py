@@ -1,4 +1,4 @@
-"""Which source a reader gets, when it gets another one, and when its call gives up."""
+"""Which source a reader gets, of which no transcript tells."""
 
 from random import Random
 
@@ -13,17 +13,14 @@ from tensorhub.protocol.messages import (
     Holding,
     Orders,
     Reading,
-    Report,
-    TicketFailure,
 )
-from tensorhub.protocol.names import Digest, Ticket, Version, WorkerId
-from tensorhub.protocol.settings import Settings
-from tensorhub.server import Server, reads, sources
+from tensorhub.protocol.names import Digest, Version
+from tensorhub.server import reads, sources
 from tensorhub.server.members import Avoided, Member
 from tensorhub.server.selection import Candidate, choose_source
 from tensorhub.server.state import State
 
-from .kit import candidate, hello, worker
+from .kit import candidate, worker
 from .town import Town
 
 # --- who reads from whom ---
@@ -50,35 +47,6 @@ def test_the_better_source_is_chosen_whatever_the_order(worse: Candidate, better
     assert chosen(worse, better) == chosen(better, worse) == "b"
 
 
-def test_between_sites_the_uplink_of_the_site_counts_whoever_serves() -> None:
-    idle = candidate("a", is_same_site=False, leaving_site=1)
-    assert chosen(idle, candidate("b", load=3, done=1, is_same_site=False)) == "b"
-    found = choose_source([idle], now=0.0)
-    assert found is not None
-    assert found[1] == "relay, full, idle, other site that 1 more leave; best of 1"
-
-
-def test_one_that_withdraws_is_the_last_resort() -> None:
-    assert chosen(candidate("a", is_withdrawing=True), candidate("b", load=7, is_same_site=False)) == "b"
-    found = choose_source([candidate("a", is_withdrawing=True)], now=0.0)
-    assert found is not None
-    assert "withdrawing, but no other worker has it" in found[1]
-
-
-def test_one_that_failed_is_not_tried_before_its_time() -> None:
-    failed = candidate("a", avoided_until=5.0)
-    assert chosen(failed, now=4.9) is None
-    assert chosen(failed, now=5.0) == "a"
-    assert chosen(failed, candidate("b", load=9), now=4.9) == "b"
-
-
-def test_the_reason_says_what_was_weighed() -> None:
-    found = choose_source([candidate("a", load=2, done=3, is_near=True), candidate("b", load=3)], now=0.0)
-    assert found is not None
-    assert found[0].worker == worker("a")
-    assert found[1] == "relay, filling, 3 chunks in place, serves 2 more, same host; best of 2"
-
-
 @st.composite
 def candidates(draw: st.DrawFn) -> list[Candidate]:
     names = draw(st.lists(st.sampled_from("abcdef"), unique=True))
@@ -96,13 +64,6 @@ def candidates(draw: st.DrawFn) -> list[Candidate]:
         )
         for name in names
     ]
-
-
-@given(candidates(), st.randoms(use_true_random=False), st.sampled_from([0.0, 2.0]))
-def test_the_order_of_the_facts_does_not_matter(found: list[Candidate], dice, now: float) -> None:
-    shuffled = list(found)
-    dice.shuffle(shuffled)
-    assert choose_source(found, now=now) == choose_source(shuffled, now=now)
 
 
 @given(candidates(), st.sampled_from([0.0, 2.0]))
@@ -190,149 +151,3 @@ def test_rules_that_contradict_each_other_do_not_go_round_for_ever(monkeypatch: 
     town.joins(READER)
     assert town.server.state.counters["unsettled"] > 0
     assert town.orders[READER].acknowledged == 1
-
-
-# --- when a call gives up: not while its reads bring chunks, and not beside a source that it could still try ---
-
-SETTINGS = Settings(default_retain=0)
-FAILING = worker("reader")
-RELAYS = [worker(f"relay-{number:02}") for number in range(12)]
-PUBLISHER = worker("trainer")
-
-
-class Cluster:
-    """A server, holders of version 1 that say so once a second while they live, and a reader whose reads fail."""
-
-    def __init__(self, *holders: WorkerId) -> None:
-        self.server, self.now = Server(SETTINGS, 0.0, 1, fresh=True), 0.0
-        self.numbers: dict[WorkerId, int] = {}
-        self.living = list(holders)
-        self.failures: list[TicketFailure] = []
-        self.done, self.orders = 0, None
-        self.heard: dict[WorkerId, Orders] = {}
-        for who in (*holders, FAILING):
-            self.server.handle(hello(who, host=who.replica), sender=str(who), now=self.now)
-        for who in holders:
-            self.hold(who)
-        self.tell()
-
-    def hold(self, who: WorkerId) -> None:
-        self.numbers[who] = self.numbers.get(who, 0) + 1
-        report = Report(self.numbers[who], buffer=Holding(Version(1), Digest("r")), **self.known_to(who))
-        self.hear(self.server.handle(report, sender=str(who), now=self.now))
-
-    def known_to(self, who: WorkerId) -> dict:
-        """What it has heard of the server."""
-        orders = self.heard.get(who)
-        return {"session": orders.session} if orders is not None else {}
-
-    def hear(self, outbox: list) -> None:
-        for sender, message in outbox:
-            assert isinstance(message, Orders)
-            self.heard.update({who: message for who in self.numbers if str(who) == sender})
-            if sender == str(FAILING):
-                self.orders = message
-
-    def tell(self) -> None:
-        """The reader says how far it is, and which reads have failed."""
-        self.numbers[FAILING] = self.numbers.get(FAILING, 0) + 1
-        report = Report(
-            self.numbers[FAILING],
-            buffer=Filling(Version(1), self.done, 100),
-            call=CallReport(1, "replicate", 1, resolved=Version(1)),
-            closed=self.failures[-1].ticket if self.failures else Ticket(0),
-            failures=tuple(self.failures[-4:]),
-            **self.known_to(FAILING),
-        )
-        self.hear(self.server.handle(report, sender=str(FAILING), now=self.now))
-
-    def crash(self, who: WorkerId, *, with_its_line: bool) -> None:
-        self.living.remove(who)
-        if with_its_line:
-            self.hear(self.server.disconnected(str(who), now=self.now))
-
-    def pass_time(self, seconds: int) -> None:
-        for _ in range(seconds):
-            self.now += 1.0
-            self.hear(self.server.tick(now=self.now))
-            for who in self.living:
-                self.hold(who)
-            self.tell()
-
-    @property
-    def source(self) -> WorkerId:
-        assert self.orders is not None
-        assert self.error is None, self.error
-        assert self.orders.grant is not None, "it has no read"
-        return self.orders.grant.source.worker
-
-    @property
-    def error(self) -> str | None:
-        answer = self.orders.answer if self.orders is not None else None
-        return answer.error.code if answer is not None and answer.error is not None else None
-
-    def fail(self, chunks: int = 0, code: str = "source-lost") -> None:
-        """The read brings so many chunks and fails."""
-        self.done += chunks
-        self.failures.append(TicketFailure(self.orders.grant.ticket, self.source, code, "reset by peer"))
-        self.tell()
-
-
-def test_twenty_resets_that_each_brought_a_chunk_end_no_call() -> None:
-    cluster = Cluster(PUBLISHER)
-    for _ in range(20):
-        assert cluster.source == PUBLISHER
-        cluster.fail(chunks=1)
-        cluster.pass_time(3)
-    assert cluster.error is None
-
-
-def test_nine_that_brought_nothing_do() -> None:
-    cluster = Cluster(PUBLISHER)
-    cluster.fail(chunks=5)
-    for _ in range(SETTINGS.max_failures - 1):
-        cluster.pass_time(3)
-        cluster.fail()
-    cluster.pass_time(3)
-    assert cluster.error is None
-    cluster.fail()
-    assert cluster.error == "source-lost"
-
-
-@pytest.mark.parametrize("with_its_line", [True, False])
-def test_twelve_dead_relays_are_no_reason_to_give_up_beside_the_trainer(with_its_line: bool) -> None:
-    cluster = Cluster(*RELAYS, PUBLISHER)
-    assert cluster.source == RELAYS[0]
-    for relay in RELAYS:
-        cluster.crash(relay, with_its_line=with_its_line)
-    asked = []
-    while cluster.source != PUBLISHER:
-        asked.append(cluster.source)
-        cluster.fail()
-    assert asked == ([RELAYS[0]] if with_its_line else RELAYS)
-    cluster.done = 100
-    cluster.pass_time(5)
-    assert cluster.source == PUBLISHER
-
-
-def test_a_reset_of_the_one_that_lives_is_no_end_among_the_dead() -> None:
-    """It may be tried again in two seconds; the dead fail in milliseconds."""
-    cluster = Cluster(*RELAYS, PUBLISHER)
-    cluster.fail()
-    for relay in RELAYS:
-        cluster.crash(relay, with_its_line=True)
-    assert cluster.source == RELAYS[1]
-    cluster.fail()
-    assert cluster.source == PUBLISHER
-    cluster.fail()
-    while cluster.orders.grant is not None and cluster.error is None:
-        cluster.fail()
-    assert cluster.error is None
-    cluster.pass_time(3)
-    assert cluster.source == PUBLISHER
-
-
-def test_nobody_tries_again_what_no_other_source_would_help() -> None:
-    cluster = Cluster(*RELAYS, PUBLISHER)
-    cluster.fail(code="transport-missing")
-    assert cluster.error == "transport-missing"

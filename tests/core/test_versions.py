@@ -1,8 +1,6 @@
 """Which versions exist, what their content is, and which workers have them."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tensorhub.protocol.messages import (
@@ -15,12 +13,10 @@ from tensorhub.protocol.messages import (
     Holding,
     HostCopy,
     Orders,
-    Poisoned,
     Reading,
     Refusal,
     Report,
     Source,
-    Withdrawing,
 )
 from tensorhub.protocol.names import Digest, ModelName, Number, ReplicaName, Shard, Ticket, Version, WorkerId
 from tensorhub.protocol.settings import Settings
@@ -29,7 +25,7 @@ from tensorhub.server.admission import forget_numbers
 from tensorhub.server.calls import next_version
 from tensorhub.server.groups import Replica
 from tensorhub.server.journal import FORMAT, Begun, Joined, ModelHistory, Over, Record, Writes, encoded, history_of
-from tensorhub.server.members import NOTHING, Content, LayoutKey, version_in
+from tensorhub.server.members import Content, LayoutKey
 from tensorhub.server.versions import Model
 
 from .kit import worker
@@ -57,13 +53,6 @@ def hold(found: Model, version: int, name: str = "a") -> None:
 def code_of(found: Model, version: int, root: Digest = ROOT) -> str:
     failure = found.conflict(trainer(), Version(version), {LayoutKey(1, Shard(0)): root})
     return failure.code if failure is not None else ""
-
-
-def test_a_lower_number_is_a_conflict_for_ever() -> None:
-    found = model()
-    found.note_exists(found.record(Version(7)))
-    assert code_of(found, 6) == "version-conflict"
-    assert code_of(found, 8) == ""
 
 
 def test_content_that_agrees_in_one_shard_only_is_other_content() -> None:
@@ -140,13 +129,6 @@ def test_after_a_restart_only_the_newest_version_is_told_as_lost() -> None:
     assert found.news_of_losses() == ([3], [])
 
 
-def test_whoever_waits_gets_that_version_or_a_newer_one() -> None:
-    found = model()
-    assert found.reached("latest") is None
-    hold(found, 5)
-    assert [found.reached(spec) for spec in ("latest", 4, 5, 6, "latest-1")] == [5, 5, 5, None, None]
-
-
 def content(buffer: Buffer, *beside: HostCopy) -> Content:
     return Content(buffer, beside, LayoutKey(1, Shard(0)))
 
@@ -159,47 +141,6 @@ def test_versions_that_nobody_needs_make_room_the_oldest_first() -> None:
     found.note_exists(found.record(Version(4)))
     assert sorted(found.versions) == [1, 3, 4]
     assert found.newest == 4
-
-
-def has(said: Content, version: int) -> bool:
-    return version_in(said.buffer) == version or any(copy.version == version for copy in said.copies)
-
-
-buffers = st.one_of(
-    st.just(Empty()),
-    st.just(Poisoned()),
-    st.builds(Filling, st.integers(1, 3)),
-    st.builds(Holding, st.integers(1, 3), st.just(ROOT)),
-    st.builds(Withdrawing, st.integers(1, 3), st.just(ROOT)),
-)
-
-
-copies = st.lists(st.builds(HostCopy, st.just(1), st.integers(1, 3), st.just(ROOT)), max_size=2)
-
-
-@given(st.lists(st.tuples(st.sampled_from("abc"), buffers, copies)))
-def test_the_index_of_holders_is_what_was_last_said(moves: list[tuple[str, Buffer, list[HostCopy]]]) -> None:
-    found, now = model(), {}
-    for name, buffer, beside in moves:
-        said = content(buffer, *beside)
-        found.move(worker(name), now.get(name, NOTHING), said)
-        now[name] = said
-    for version in (1, 2, 3):
-        record = found.versions.get(Version(version))
-        indexed = [who.replica for held in record.holders.values() for who in held] if record is not None else []
-        assert sorted(indexed) == sorted(name for name, said in now.items() if has(said, version))
-
-
-# --- what a version is where two publishes of it differ: which of them the server believes, and who hears of that ---
-
-
-def joins(town: Town, who: WorkerId, **more: object) -> None:
-    town.joins(who, shards=2, **more)
-
-
-@pytest.fixture
-def town() -> Town:
-    return Town()
 
 
 # --- what one worker tells of numbers: no other worker is taken along ---
@@ -239,13 +180,6 @@ def test_a_restarted_server_goes_on_above_what_its_workers_have_heard() -> None:
     known = hear(server(5_000_000), "a")
     found = server(10, fresh=False)
     assert hear(found, "a", seen=known.number, session=known.session).number > known.number
-
-
-def test_a_restarted_server_learns_the_newest_version() -> None:
-    found = server(fresh=False)
-    hear(found, "a", newest=Version(7), newest_epoch=Number(4))
-    hear(found, "b", newest=Version(6), newest_epoch=Number(3))
-    assert (found.state.models["policy"].newest, found.state.models["policy"].newest_epoch) == (7, 4)  # type: ignore[index]
 
 
 def test_the_same_content_is_taken_with_boxes_from_its_publisher_that_names_what_it_was() -> None:

@@ -21,7 +21,6 @@ from tensorhub.protocol.names import Digest, Number, Ticket, Version
 from tensorhub.worker import events
 from tensorhub.worker.events import Called
 from tensorhub.worker.machine import Worker
-from tensorhub.worker.state import Call
 
 from .kit import LAYOUT, Conversation, across, grant, hello, orders, worker
 
@@ -29,25 +28,6 @@ from .kit import LAYOUT, Conversation, across, grant, hello, orders, worker
 
 ONE = Version(1)
 ROOT = Digest("r")
-
-
-@pytest.mark.parametrize(
-    ("verb", "spec", "code", "expected"),
-    [
-        ("update", "latest", "version-unavailable", True),
-        ("replicate", "latest-1", "version-unavailable", True),
-        ("replicate", 3, "version-unavailable", False),  # there will be no other 3
-        ("update", "latest", "group-incomplete", False),
-        ("unpublish", "", "version-unavailable", False),  # whoever says so: nothing was to be filled
-        ("update", "latest", None, False),
-    ],
-)
-def test_a_fill_is_called_again_when_what_it_was_resolved_to_is_lost(
-    verb: str, spec: str | int, code: str | None, expected: bool
-) -> None:
-    call = Call(verb, spec, ROOT, 0.0, 60.0)
-    call.answer = Answer(1, error=Failure(code, "it says why") if code else None)
-    assert call.is_called_again is expected
 
 
 @pytest.mark.parametrize(("retry_s", "errors"), [(0.0, ["refused"]), (1.0, [])])
@@ -60,15 +40,46 @@ def test_a_call_ends_with_a_refusal_for_good_and_waits_for_a_server_that_may_tak
     assert it.errors == errors
 
 
-@pytest.mark.parametrize(("published", "buffer"), [(True, Empty()), (False, Poisoned())])
-def test_what_is_not_its_version_is_given_up(published: bool, buffer: object) -> None:
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (Vacated(ONE, ROOT, True, Number(8)), Empty()),
+        (Vacated(ONE, ROOT, False, Number(8)), Poisoned()),
+        (Withdrawing(ONE, ROOT, True, Number(8)), Poisoned(ONE)),  # it may have readers
+    ],
+    ids=repr,
+)
+def test_what_is_not_its_version_is_given_up(before: Vacated | Withdrawing, after: object) -> None:
     """Whoever published has its tensors as they are; whoever replicated has bytes that are nothing."""
     it = Conversation.begun()
-    it.worker.state.memory.buffer = Vacated(ONE, ROOT, published, Number(8))
+    it.worker.state.memory.buffer = before
+    it.worker.state.memory.serving = ONE if isinstance(before, Withdrawing) else None
     it.tell(events.Received(orders(2, superseded=Number(7))))
-    assert it.worker.buffer == Vacated(ONE, ROOT, published, Number(8))
+    assert it.worker.buffer == before
     it.tell(events.Received(orders(3, superseded=Number(8))))
-    assert it.worker.buffer == buffer
+    assert it.worker.buffer == after
+
+
+def test_what_was_disowned_with_nobody_reading_leaves_no_trace_in_the_next_fill() -> None:
+    it = Conversation.begun()
+    it.worker.state.memory.buffer = Vacated(ONE, ROOT, True, Number(8))
+    it.tell(events.Received(orders(2, superseded=Number(8))), events.Called("replicate", 3, 60.0))
+    it.tell(events.Received(orders(4, grant=grant(4, version=3), answer=it.resolved(3))))
+    it.tell(events.ReadAdvanced(Ticket(4), 1, 4), events.Cancelled(), events.ReadEnded(Ticket(4)))
+    drained = orders(5, drained=Version(3))
+    it.tell(events.Received(replace(drained, acknowledged=it.worker.reported)), events.ServingStopped(Version(3)))
+    assert it.worker.buffer == Poisoned()  # spoiled by the fill: it may not be published
+    it.tell(events.Registered(LayoutInfo(LAYOUT), Digest("l"), 16))
+    assert it.worker.buffer == Empty()
+
+
+def test_a_server_that_says_finished_too_early_leaves_no_fill_behind() -> None:
+    it = Conversation.begun()
+    it.tell(events.Called("replicate", 1, 60.0))
+    it.tell(events.Received(orders(3, grant=grant(2), answer=it.resolved(1))), events.ReadAdvanced(Ticket(2), 1, 4))
+    it.tell(events.Received(orders(4, grant=grant(2), answer=replace(it.resolved(1), finished=True))))
+    assert isinstance(it.worker.buffer, Poisoned)
+    assert it.wants(events.StopRead(Ticket(2)))
 
 
 def published() -> Conversation:
@@ -126,15 +137,6 @@ def test_what_is_fetched_ahead_goes_on_when_a_call_fails() -> None:
     it.tell(events.Cancelled())
     assert isinstance(it.worker.buffer, Poisoned)
     assert not it.wants(events.StopRead(grant(2).ticket))
-
-
-def test_a_read_into_the_buffer_ends_with_its_call() -> None:
-    it = Conversation.begun()
-    it.tell(events.Called("replicate", 1, 60.0))
-    it.tell(events.Received(orders(3, grant=grant(2), answer=it.resolved(1))))
-    assert it.wants(events.StartRead(grant(2)))
-    it.tell(events.Cancelled())
-    assert it.wants(events.StopRead(grant(2).ticket))
 
 
 def test_what_is_granted_before_the_buffer_is_free_is_read_as_soon_as_it_is() -> None:
@@ -339,16 +341,6 @@ def test_who_fetches_nothing_ahead_would_wait_for_ever() -> None:
     assert failure.code == "usage"
     always = Hello(**{**{name: getattr(rollout(), name) for name in Hello.__struct_fields__}, "prefetch": "always"})
     assert it.update_at_once(always, PREFETCHED) == 2
-
-
-# --- how long a call is patient ---------------------------------------------------------------------------------------
-
-
-def test_readers_have_half_of_the_time() -> None:
-    it = somebody(Holding(ONE, ROOT, published=True))
-    it.handle(Called("unpublish", "", 30.0), now=10.0)
-    assert it.call is not None
-    assert it.call.impatient_at == 20.0
 
 
 def test_an_update_that_keeps_what_is_held_says_why_once() -> None:

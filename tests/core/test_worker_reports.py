@@ -5,7 +5,6 @@ from msgspec.structs import replace
 
 from tensorhub.protocol.messages import (
     CallReport,
-    Empty,
     Failure,
     Filling,
     Holding,
@@ -19,7 +18,7 @@ from tensorhub.protocol.messages import (
 )
 from tensorhub.protocol.names import Digest, Number, Ticket, Version
 from tensorhub.worker import events
-from tensorhub.worker.state import MAX_UNACKNOWLEDGED, TOGETHER_S, ReportBook, news_of
+from tensorhub.worker.state import MAX_UNACKNOWLEDGED, TOGETHER_S, ReportBook
 
 from .kit import LAYOUT, Conversation, across, orders, report, worker
 
@@ -34,31 +33,6 @@ def test_news_goes_out_at_once_and_the_rest_once_a_second() -> None:
     assert book.is_due(report(0, buffer=Holding(Version(1), Digest("r"))), now=0.5)
     assert book.is_due(report(0), now=1.0)
     assert book.next_at == 1.0
-
-
-def test_counters_that_move_by_themselves_are_no_news() -> None:
-    plain = report(3, buffer=Filling(Version(1), 2, 9), seen=Number(4), closed=Ticket(2), received_bytes={"a": 1})
-    later = report(4, buffer=Filling(Version(1), 3, 9), seen=Number(5), closed=Ticket(3), received_bytes={"a": 2})
-    assert news_of(plain) == news_of(later)
-    assert news_of(plain) != news_of(report(3, buffer=Empty()))
-
-
-def test_a_new_connection_hears_everything_again() -> None:
-    book = ReportBook()
-    book.sent(report(0), now=0.0)
-    book.repeat()
-    assert book.is_due(report(0), now=0.0)
-
-
-def test_reports_are_numbered_and_their_sending_is_remembered_until_acknowledged() -> None:
-    book = ReportBook()
-    numbers = [book.sent(report(0), now=float(at)).number for at in range(3)]
-    assert numbers == [1, 2, 3]
-    assert book.acknowledge(2) == 1.0
-    assert book.acknowledge(2) is None
-    assert book.acknowledge(1) is None
-    assert book.acknowledge(3) == 2.0
-    assert book.statistics()["unacknowledged"] == 0
 
 
 def test_silence_does_not_fill_the_memory() -> None:
@@ -130,26 +104,6 @@ def last_report(it: Conversation) -> Report:
     last = [effect.message for effect in it.wanted if isinstance(effect, events.Send)][-1]
     assert isinstance(last, Report)
     return last
-
-
-def test_what_it_will_be_here_is_said_at_once() -> None:
-    reading = last_report(reading_across()).reading
-    assert reading is not None
-    assert (reading.is_across, reading.root) == (True, Digest("here"))
-    assert [source.worker for source in reading.sources] == [worker("trainer", 0), worker("trainer", 1)]
-
-
-def test_the_source_that_failed_is_named_and_the_next_ticket_fills_the_same_buffer() -> None:
-    it = reading_across()
-    assert it.wants(events.StartRead(across(5)))
-    it.tell(events.ReadAdvanced(Ticket(5), 1, 4))
-    it.tell(events.ReadEnded(Ticket(5), failure=LOST, source=worker("trainer", 1)))
-    assert [each.source for each in last_report(it).failures] == [worker("trainer", 1)]
-    it.tell(events.Received(orders(3, grant=across(6, replica="other"), answer=it.resolved(1))))
-    assert it.wants(events.OpenRead(across(6, replica="other")))
-    it.tell(events.ReadOpened(Ticket(6), Digest("here")))
-    assert it.wants(events.StartRead(across(6, replica="other")))
-    assert it.worker.buffer == Filling(ONE, 1, 4)
 
 
 def test_a_read_that_was_stopped_and_then_fails_is_no_fault_of_its_source() -> None:
