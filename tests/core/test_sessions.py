@@ -118,22 +118,23 @@ def test_nobody_is_missed_and_the_queue_does_not_grow(history: list[tuple[str, f
 # --- leases count from when a report came, and how often one is wanted depends on how many there are ---
 
 SETTINGS = Settings(lease_s=10.0, report_s=1.0)
-FIRST, OTHER_ONE = worker("one"), worker("other")
+FIRST = worker("one")
 
 
-def server_of(*workers, settings: Settings = SETTINGS) -> Server:
-    found = Server(settings, 0.0, 1, fresh=True)
-    for who in workers:
-        found.handle(hello(who), sender=str(who), now=0.0)
-        found.handle(report(1), sender=str(who), now=0.0)
-    return found
+def server_with(*names: str, fresh: bool = True) -> Server:
+    """A server that was told by each of these workers that it is there, at 0."""
+    server = Server(SETTINGS, 0.0, 1, fresh=fresh)
+    for name in names:
+        server.handle(hello(worker(name)), sender=name, now=0.0)
+        server.handle(report(1), sender=name, now=0.0)
+    return server
 
 
 def test_a_lease_counts_from_when_the_report_came() -> None:
     """It took the place of one that had waited since 1.0; the server is as far as that."""
-    server = server_of(FIRST, OTHER_ONE)
-    server.handle(report(2), sender=str(FIRST), now=1.0, arrived=7.0)
-    server.handle(report(2), sender=str(OTHER_ONE), now=1.0)
+    server = server_with("one", "other")
+    server.handle(report(2), sender="one", now=1.0, arrived=7.0)
+    server.handle(report(2), sender="other", now=1.0)
     at = 1.0
     while at < 11.5:
         at += 0.5
@@ -176,15 +177,6 @@ def test_who_was_told_to_report_seldom_is_silent_later() -> None:
 
 
 # --- a server that was called late has slept, and nobody's time has passed meanwhile ---
-
-
-def server_with(*names: str, fresh: bool = True) -> Server:
-    """A server that was told by each of these workers that it is there, at 0."""
-    server = Server(SETTINGS, 0.0, 1, fresh=fresh)
-    for name in names:
-        server.handle(hello(worker(name)), sender=name, now=0.0)
-        server.handle(report(1), sender=name, now=0.0)
-    return server
 
 
 def in_time(server: Server, until: float) -> None:

@@ -120,10 +120,6 @@ class Player:
         for follow in later:
             self.tell(follow)
 
-    def tell_all(self, events: Sequence[Event]) -> None:
-        for event in events:
-            self.tell(event)
-
     def _carry_out(self, effect: Effect) -> Sequence[Event]:
         from .stage import Letter
 

@@ -116,8 +116,7 @@ def _settings(stage: Stage, words: list[str]) -> None:
 
 def _server(stage: Stage, words: list[str]) -> None:
     journal = stage.kept_journal if "kept" in words else b"" if "forgetful" in words else stage.journal
-    first_number = 1 if "backwards" in words else None
-    stage.start_server(fresh="restarted" not in words, first_number=first_number, journal=journal)
+    stage.start_server(fresh="restarted" not in words, journal=journal)
 
 
 def _keep(stage: Stage, words: list[str]) -> None:
@@ -132,8 +131,7 @@ def _worker(stage: Stage, words: list[str]) -> None:
         words, tensors = words[:at], " ".join(words[at + 1 :])
     plain = [word for word in words if word not in ("revocable", "spot", "unverified")]
     (name,), options = _options(plain, ("of", "cut", "host", "copies", "site", "prefetch", "place"))
-    model, _, short = name.rpartition(":")
-    replica, _, shard = short.partition("/")
+    replica, _, shard = name.partition("/")
     shards = int(options.get("of", "1"))
     for number in [int(shard)] if shard else range(shards):
         player_name = f"{name.rpartition('/')[0] or name}/{number}"
@@ -141,7 +139,7 @@ def _worker(stage: Stage, words: list[str]) -> None:
         stage.start_worker(
             Hello(
                 PROTOCOL,
-                ModelName(model or "policy"),
+                ModelName("policy"),
                 ReplicaName(replica),
                 Shard(number),
                 shards,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from tensorhub.protocol.manifest import Layout
-from tensorhub.protocol.messages import Hello, Holding, Orders, Refusal, Report, ToServer, ToWorker
+from tensorhub.protocol.messages import Hello, Holding, Orders, Refusal, ToServer, ToWorker
 from tensorhub.protocol.settings import Settings
 from tensorhub.server import Outbox, Server
 from tensorhub.server.journal import encoded, history_of
@@ -89,10 +89,10 @@ class Stage:
 
     # --- the server ---------------------------------------------------------------------------------------------------
 
-    def start_server(self, *, fresh: bool, first_number: int | None = None, journal: bytes | None = None) -> None:
+    def start_server(self, *, fresh: bool, journal: bytes | None = None) -> None:
         assert self.server is None, "the server is running"
         self.server_lives += 1
-        first_number = first_number or self.server_lives * 100_000
+        first_number = self.server_lives * 100_000
         told = history_of(journal or b"", boot=BOOT, max_versions=256) if not fresh else None
         self.server = Server(self.settings, self.now, first_number=first_number, fresh=fresh, history=told, boot=BOOT)
         self._write_journal()
@@ -286,10 +286,3 @@ class Stage:
             if player.worker.next_deadline() <= self.now:
                 player.tick()
         self.pump()
-
-    # --- for people ---------------------------------------------------------------------------------------------------
-
-    def reports_of(self, player: Player) -> Report | None:
-        """The report that the server has of this worker."""
-        member = self.server.state.members.get(player.me) if self.server is not None else None
-        return member.report if member is not None else None

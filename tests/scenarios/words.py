@@ -43,9 +43,8 @@ from tensorhub.worker.events import (
 
 
 def name_of(worker: WorkerId) -> str:
-    """`trainer/0`; the model goes without saying, unless it is another one than policy."""
-    short = f"{worker.replica}/{worker.shard}"
-    return short if worker.model == "policy" else f"{worker.model}:{short}"
+    """`trainer/0`; the model goes without saying."""
+    return f"{worker.replica}/{worker.shard}"
 
 
 def names_of(sources: tuple[Source, ...]) -> str:
