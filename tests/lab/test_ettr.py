@@ -87,13 +87,6 @@ def test_the_ratio_is_new_steps_over_all_the_time() -> None:
     assert (outcome.publish_s, outcome.saved_s) == ([0.1] * 5, 0.25)
 
 
-def test_work_that_is_done_twice_counts_once() -> None:
-    events = a_run()
-    without = [each for each in events if not (isinstance(each, Began | Done) and each.step == 2 and each.time > 20)]
-    assert summary_of(without).ratio == summary_of(events).ratio
-    assert summary_of(without).steps_repeated == 0
-
-
 def test_going_on_is_a_step_that_nobody_had_done() -> None:
     of_trainer, of_server = summary_of(a_run()).recoveries
     assert of_trainer.next_step_s == pytest.approx(28.1 - 19.5), "step 3: step 2 was done before"

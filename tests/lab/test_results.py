@@ -41,31 +41,11 @@ def test_stall_counts_from_the_beginning() -> None:
     assert (found.updates, found.versions, found.update_s, found.join_s) == (1, 1, [0.5], [])
 
 
-def test_who_joins_later_is_counted_as_joining() -> None:
-    found = condensed([published(9.0, 0), updated(15.0, 0, process="spot", stall_s=3.0, is_first=True)])
-    assert (found.join_s, found.rollout_stall_s, found.rollouts) == ([3.0], 0.0, 1)
-
-
 def test_a_wrong_hash_is_found() -> None:
     events = [published(9.0, 0), published(11.0, 1), updated(12.0, 1), updated(13.0, 1, sha256="another")]
     found = condensed([*events, updated(14.0, 7, sha256="hash of 7")])  # nobody published 7
     assert found.hashes_compared == 3
     assert [text.split(":")[0] for text in found.hashes_wrong] == ["rollout-0, version 1", "rollout-0, version 7"]
-
-
-def test_lag_is_counted_when_a_rollout_begins_to_compute() -> None:
-    events = [published(9.0, 0), published(11.0, 1), published(12.0, 2)]
-    found = condensed([*events, updated(11.5, 1), updated(12.5, 1, sha256=""), updated(12.6, 2)])
-    assert found.lag == pytest.approx(1 / 3)
-
-
-def test_copies_are_counted_as_last_told() -> None:
-    events = [published(9.0, 0), published(11.0, 1)]
-    one = updated(11.5, 1, sources={"trainer": 500}), updated(12.5, 1, sources={"trainer": 1500})
-    other = updated(12.0, 1, process="rollout-1", sources={"rollout-0": 1000})
-    found = condensed([*events, *one, other, seen(12.0, {1: 400}), seen(13.0, {1: 1000})])
-    assert found.from_trainer == pytest.approx(1.5)
-    assert found.wan_copies == {1: 1.0}
 
 
 def test_slices_while_weights_move_are_compared_with_those_of_the_same_worker() -> None:
@@ -84,28 +64,21 @@ def test_slices_while_weights_move_are_compared_with_those_of_the_same_worker() 
     assert found.slice_ratio == pytest.approx((0.55 + 1.0 + 3.1 + 5.0) / (710 * SLICE_S))
 
 
-def first(findings: list[Finding]) -> Finding:
-    return findings[0]
-
-
 def test_the_better_of_the_global_stages_counts() -> None:
     outcomes = [run_of("hub", stall_s=1.0), run_of("ring", stall_s=8.0), run_of("broadcast", stall_s=20.0)]
-    found = first(judge(STANDALONE, outcomes, round_trip_s=0.0))
+    found = judge(STANDALONE, outcomes, round_trip_s=0.0)[0]
     assert found.holds
     assert "the ring over the hub" in found.sentence
     assert found.found.endswith("= 8.0x")
-
-
-def test_a_ratio_below_the_goal_fails() -> None:
-    found = first(judge(STANDALONE, [run_of("hub", stall_s=2.0), run_of("ring", stall_s=8.0)], round_trip_s=0.0))
-    assert not found.holds
+    below = [run_of("hub", stall_s=2.0), run_of("ring", stall_s=8.0)]
+    assert not judge(STANDALONE, below, round_trip_s=0.0)[0].holds
 
 
 def test_what_a_busy_processor_made_is_not_valid() -> None:
     outcomes = [run_of("hub", stall_s=0.1, idle_share=0.1), run_of("ring", stall_s=8.0)]
     findings = judge(STANDALONE, outcomes, round_trip_s=0.0)
-    assert not first(findings).holds
-    assert "not valid" in first(findings).found
+    assert not findings[0].holds
+    assert "not valid" in findings[0].found
     assert not findings[-1].holds
 
 

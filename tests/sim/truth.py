@@ -145,11 +145,6 @@ class Life:
             return self.held.root
         return self.copies[version].root if version in self.copies else None
 
-    def whole_since(self, version: Version) -> float:
-        """Since when it has all of the version; inf: it has not."""
-        held = self.held.since if self.held is not None and self.held.version == version else inf
-        return min(held, self.copies[version].since if version in self.copies else inf)
-
     def calls(self) -> list[Call]:
         """The latest last."""
         return [*self.past, *([self.call] if self.call is not None else [])]

@@ -15,6 +15,7 @@ FOUND_BY = {  # a mutant, and the first of the seeds that it is shown to
     "a closed ticket is begun": 1,
     "the last reliable holder withdraws without a host copy": 46,
 }
+SHOWN = [pytest.param(*each, marks=() if not at else pytest.mark.long) for at, each in enumerate(FOUND_BY.items())]
 
 
 def unknown_names(tree: ast.Module) -> list[str]:
@@ -54,7 +55,7 @@ def test_no_two_are_the_same() -> None:
 
 @pytest.mark.simulation
 @pytest.mark.timeout(600)  # up to eighty histories
-@pytest.mark.parametrize(("name", "first"), FOUND_BY.items())
+@pytest.mark.parametrize(("name", "first"), SHOWN)
 def test_the_simulator_notices(name: str, first: int) -> None:
     command = [sys.executable, "-m", "tests.mutants", "--only", name, "--no-scenarios", "--jobs", "1"]
     command += ["--first-seed", str(first), "--seeds", "80"]
