@@ -150,27 +150,17 @@ def reading_town() -> tuple[Town, dict[str, Any]]:
     return town, said
 
 
-def test_nobody_is_decided_for_who_lives_and_does_nothing(decided: list[WorkerId]) -> None:
-    town = Town()
-    town.joins(TRAINER, buffer=replace(HELD, published=True))
-    town.says(TRAINER, **town.told[TRAINER])
-    decided.clear()
-    town.says(TRAINER, **town.told[TRAINER])
-    assert not decided
-
-
-def test_nobody_is_decided_for_whose_fill_goes_on(decided: list[WorkerId]) -> None:
+def test_nobody_is_decided_for_who_tells_nothing_new(decided: list[WorkerId]) -> None:
     town, said = reading_town()
+    town.says(TRAINER, **town.told[TRAINER])
     decided.clear()
+    town.says(TRAINER, **town.told[TRAINER])
+    assert not decided, "it lives and does nothing"
     for done in (1, 2):
         town.says(READER, buffer=Filling(ONE, done, 3), **said)
-    assert not decided
-
-
-def test_nobody_is_decided_for_who_has_heard_the_end_of_its_call(decided: list[WorkerId]) -> None:
-    town, said = reading_town()
+    assert not decided, "its fill goes on"
     closed = said["reading"].ticket
     town.says(READER, buffer=HELD, call=said["call"], closed=closed)
     decided.clear()
     town.says(READER, buffer=HELD, closed=closed, ended=1, finished=1)
-    assert not decided
+    assert not decided, "it has heard the end of its call"

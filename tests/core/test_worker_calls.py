@@ -241,27 +241,17 @@ def code(failure: Failure | None) -> str | None:
 # --- any call ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_worker_that_was_closed_takes_no_call() -> None:
-    it = somebody()
-    it.handle(events.Closing(60.0), now=0.0)
-    assert code(it.why_not_begin(publishes(1))) == "closed"
-
-
-def test_one_call_at_a_time() -> None:
-    it = somebody()
-    it.handle(Called("update", "latest", 60.0), now=0.0)
-    assert code(it.why_not_begin(Called("update", "latest", 60.0))) == "usage"
-
-
-@pytest.mark.parametrize(("retry_s", "expected"), [(0.0, "refused"), (1.0, None)])
-def test_who_was_refused_for_good_calls_in_vain(retry_s: float, expected: str | None) -> None:
-    it = somebody()
-    it.handle(events.Received(Refusal("refused", "no", retry_s=retry_s)), now=0.0)
-    assert code(it.why_not_begin(publishes(1))) == expected
-
-
-def test_tensors_come_first() -> None:
-    assert code(Worker(worker("rollout")).why_not_begin(publishes(1))) == "usage"
+def test_a_call_that_cannot_be_made_now_is_refused_at_once() -> None:
+    assert code(Worker(worker("rollout")).why_not_begin(publishes(1))) == "usage", "tensors come first"
+    for told, expected in (
+        (events.Closing(60.0), "closed"),
+        (Called("update", "latest", 60.0), "usage"),  # one call at a time
+        (events.Received(Refusal("refused", "no")), "refused"),
+        (events.Received(Refusal("refused", "no", retry_s=1.0)), None),
+    ):
+        it = somebody()
+        it.handle(told, now=0.0)
+        assert code(it.why_not_begin(publishes(1))) == expected
 
 
 @pytest.mark.parametrize(
