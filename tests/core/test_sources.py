@@ -47,6 +47,14 @@ def test_the_better_source_is_chosen_whatever_the_order(worse: Candidate, better
     assert chosen(worse, better) == chosen(better, worse) == "b"
 
 
+def test_between_sites_the_uplink_of_the_site_counts_whoever_serves() -> None:
+    idle = candidate("a", is_same_site=False, leaving_site=1)
+    assert chosen(idle, candidate("b", load=3, done=1, is_same_site=False)) == "b"
+    found = choose_source([idle], now=0.0)
+    assert found is not None
+    assert found[1] == "relay, full, idle, other site that 1 more leave; best of 1"
+
+
 @st.composite
 def candidates(draw: st.DrawFn) -> list[Candidate]:
     names = draw(st.lists(st.sampled_from("abcdef"), unique=True))
