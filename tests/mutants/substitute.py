@@ -9,6 +9,7 @@ import importlib.abc
 import importlib.machinery
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import CodeType
 from typing import cast
@@ -91,9 +92,14 @@ def mutated(file: str, text: bytes) -> Change:
     return change
 
 
+@cache
+def _texts() -> dict[Path, str]:
+    return {path: path.read_text(encoding="utf-8") for path in files()}
+
+
 def where(text: str) -> str:
     """The file in which this stretch of source stands, once in all of the core. Raises ValueError otherwise."""
-    found = [path for path in files() for _ in range(path.read_text(encoding="utf-8").count(text))]
+    found = [path for path, source in _texts().items() for _ in range(source.count(text))]
     if len(found) != 1:
         names = ", ".join(file_of(path) for path in found) or "no file"
         raise ValueError(f"this is to stand once in the core, and stands in {names}: {text!r}")
