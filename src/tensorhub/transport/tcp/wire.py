@@ -108,7 +108,7 @@ def _unsent_bytes(sock: socket.socket) -> int:
 
 
 # --- Memory that a source lends to its socket instead of copying it there: `vmsplice` into a pipe, `splice` to the
-# socket. The mover does both (`lending.c`); here is the pipe.
+# socket. The mover does both (`serve.c`); here is the pipe.
 #
 # The kernel takes references to the pages and hands them down to the network card, or over loopback to the reader,
 # which copies them once into its tensors. To copy them first costs a source two thirds of its CPU: over loopback, 1
