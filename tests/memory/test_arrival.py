@@ -1,7 +1,6 @@
 """Fills of a device through host memory: each chunk is judged where it lies, once it is there."""
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -12,7 +11,7 @@ import xxhash
 from tensorhub.memory.digests import build_manifest
 from tensorhub.memory.fill import FillSink
 from tensorhub.memory.registration import Registration, register
-from tensorhub.memory.streams import Copy, StagedStream, StagingRing
+from tensorhub.memory.streams import StagedStream, StagingRing
 from tensorhub.protocol.errors import (
     CorruptTransfer,
     SessionLost,
@@ -150,65 +149,6 @@ def test_a_byte_that_flips_after_its_arrival_is_found_over_tcp(
     assert error is None
     assert sink.progress.is_complete
     assert stream.device.image == image_of(source)
-
-
-@pytest.mark.parametrize("tcp", [False], ids=["device to device"], indirect=True)
-@pytest.mark.parametrize("end", ["source", "reader"])
-def test_a_copy_holds_up_no_other_chunk(
-    tcp: list[TcpTransport], source: Registration, manifest: Manifest, sink: FillSink, stream: Hashing, end: str
-) -> None:
-    """A chunk's copy to the host, or to the device, lasts until another has come by another stream."""
-    theirs = Hashing()
-    for piece, memory in zip(theirs.device.pieces, theirs.device.memory, strict=True):
-        memory[:] = np.frombuffer(image_of(source)[piece.start : piece.stop], np.uint8)
-    has_come, is_first, waited = threading.Event(), threading.Lock(), list[bool]()
-    device = theirs.device if end == "source" else stream.device
-    name = "to_host" if end == "source" else "to_device"
-    copy = getattr(device, name)
-
-    def copied(copies: Sequence[Copy]) -> None:
-        if is_first.acquire(blocking=False):
-            waited.append(has_come.wait(WAIT_S))
-        copy(copies)
-
-    setattr(device, name, copied)
-    sink._on_stored = lambda prefix: has_come.set()
-    tcp[1].export(Export("k", manifest.encode(), CHUNK, theirs, Progress(COUNT, complete=True)))
-    assert read(tcp[0], tcp[1].endpoint, sink) is None
-    assert waited == [True]
-    assert stream.device.image == image_of(source)
-
-
-def test_chunks_that_arrive_while_the_device_hashes_are_hashed_together(
-    source: Registration, manifest: Manifest, sink: FillSink, stream: Hashing
-) -> None:
-    sink.begin(manifest.encode())
-    is_hashing, go_on = threading.Event(), threading.Event()
-
-    def block(chunks: Sequence[int]) -> None:
-        is_hashing.set()
-        assert go_on.wait(WAIT_S)
-
-    def arrive(chunk: int) -> None:
-        place(source, sink, chunk)
-        sink.stored(chunk)
-
-    stream.before_digest = block
-    threads = [threading.Thread(target=arrive, args=(chunk,)) for chunk in (0, 3, 4, 6, 7)]
-    threads[0].start()
-    assert is_hashing.wait(WAIT_S)
-    for thread in threads[1:]:
-        thread.start()
-    deadline = time.monotonic() + WAIT_S
-    while len(sink._known[2]._asked) < 4:  # their bytes arrive while the device hashes others
-        assert time.monotonic() < deadline
-        threads[1].join(0.001)
-    assert sink.progress.prefix == 0
-    go_on.set()
-    for thread in threads:
-        thread.join(WAIT_S)
-    assert [sink.progress.has(chunk) for chunk in range(COUNT)] == [True, False, False, True, True, False, True, True]
-    assert stream.calls == [[0], [3, 4, 6, 7]]
 
 
 def test_nothing_counts_after_a_revoke_while_the_device_hashes(

@@ -175,11 +175,3 @@ def test_what_ran_into_a_revoked_sink_is_not_held_by_it(
         return weakref.ref(read)
 
     assert read_once()() is None
-
-
-def test_empty_content_is_complete_at_once() -> None:
-    target = register({"a": np.empty((0, 3))})
-    manifest = build_manifest(target, CHUNK)
-    sink = FillSink(target, manifest.root())
-    assert list(sink.begin(manifest.encode())) == []
-    assert sink.progress.is_complete

@@ -359,6 +359,7 @@ def test_a_copy_that_is_given_up_ends() -> None:
         offload(source, on_host(source), is_over=lambda: True)
 
 
+@pytest.mark.long
 @needs_mover
 def test_it_goes_on_while_another_thread_holds_the_interpreter() -> None:
     """Two thousand chunks within what a chunk each would take, did it wait for the interpreter."""

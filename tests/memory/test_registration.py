@@ -17,13 +17,10 @@ from tensorhub.memory.registration import Registration, place, register
 from tensorhub.memory.streams import HostStream
 from tensorhub.protocol.errors import UsageError
 
-from .kit import Views, views_of_storages
+from .kit import Views, image_of, put_into, views_of_storages
 
 # --- Registering tensors: which byte comes where, which layouts are equal, and what is refused in which words.
 
-
-Image = Callable[[Registration], bytes]
-Put = Callable[[object, int, bytes], None]
 
 DTYPES = sorted(
     (
@@ -48,42 +45,42 @@ def random_bytes(size_bytes: int, seed: int = 0) -> bytes:
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_torch_dtype_crosses_bit_for_bit(dtype: torch.dtype, image: Image, put: Put) -> None:
+def test_every_torch_dtype_crosses_bit_for_bit(dtype: torch.dtype) -> None:
     """All byte patterns, so also NaNs with a payload, negative zeros and denormals."""
     given = bytes(range(256)) * 8 + random_bytes(1024)
     source = torch.frombuffer(bytearray(given), dtype=torch.uint8).view(dtype)
     target = torch.zeros(len(given), dtype=torch.uint8).view(dtype)
     here, there = register({"w": source}), register({"w": target})
     assert here.layout.tensors[0].dtype == str(dtype).removeprefix("torch.")
-    assert image(here) == given
-    put(there.stream, 0, image(here))
+    assert image_of(here) == given
+    put_into(there.stream, 0, image_of(here))
     assert bytes(target.view(torch.uint8).numpy()) == given
     assert here.layout.digest() == there.layout.digest()
 
 
 @pytest.mark.parametrize("dtype", NUMPY_DTYPES)
-def test_numpy_and_torch_have_one_name_for_a_dtype(dtype: str, image: Image) -> None:
+def test_numpy_and_torch_have_one_name_for_a_dtype(dtype: str) -> None:
     array = np.frombuffer(bytearray(random_bytes(160) if dtype != "bool" else bytes([0, 1] * 80)), dtype=dtype)
     tensor = torch.zeros(array.shape, dtype=getattr(torch, dtype))
     here, there = register({"w": array}), register({"w": tensor})
     assert here.layout.tensors[0].dtype == dtype
     assert here.layout.digest() == there.layout.digest()
-    assert image(here) == array.tobytes()
+    assert image_of(here) == array.tobytes()
 
 
-def test_a_parameter_that_requires_grad_is_read_and_written_without_autograd(image: Image, put: Put) -> None:
+def test_a_parameter_that_requires_grad_is_read_and_written_without_autograd() -> None:
     linear = torch.nn.Linear(3, 5)
     registration = register(dict(linear.named_parameters()))
-    put(registration.stream, 0, bytes(registration.size_bytes))
+    put_into(registration.stream, 0, bytes(registration.size_bytes))
     assert torch.equal(linear.weight, torch.zeros(5, 3))
     assert linear.weight.requires_grad
     assert linear.weight.grad_fn is None
     with torch.inference_mode():
         made_there = torch.ones(2)
-    assert image(register({"w": made_there})) == bytes(made_there.numpy())
+    assert image_of(register({"w": made_there})) == bytes(made_there.numpy())
 
 
-def test_tied_weights_cost_once(image: Image) -> None:
+def test_tied_weights_cost_once() -> None:
     weight = torch.arange(6, dtype=torch.float32).reshape(2, 3)
     registration = register({"embed": weight, "norm": torch.ones(1), "head": weight, "head_t": weight.t()})
     assert offsets(registration) == {"embed": 0, "norm": 24, "head": 0, "head_t": 0}
@@ -93,13 +90,13 @@ def test_tied_weights_cost_once(image: Image) -> None:
 
 
 @pytest.mark.parametrize("order", ["qkv", "vqk", "kvq"])
-def test_views_of_a_fused_storage_lie_as_separate_tensors_do(order: str, image: Image) -> None:
+def test_views_of_a_fused_storage_lie_as_separate_tensors_do(order: str) -> None:
     fused = torch.randn(12, 4)
     views = {"q": fused[:6], "k": fused[6:9], "v": fused[9:]}
     together = register({name: views[name] for name in order})
     apart = register({name: views[name].clone() for name in order})
     assert together.layout == apart.layout
-    assert image(together) == image(apart)
+    assert image_of(together) == image_of(apart)
     assert len(apart.pieces) == 3
     assert len(together.pieces) == (1 if order == "qkv" else 2)
 
@@ -129,37 +126,10 @@ def test_neighbours_become_one_piece_only_inside_one_allocation() -> None:
     assert [(piece.address, piece.start, piece.stop) for piece in pieces] == [(100, 0, 20), (120, 20, 25)]
 
 
-def test_a_permuted_dense_tensor_keeps_its_strides(image: Image) -> None:
-    weight = torch.randn(3, 4, 5)
-    registration = register(
-        {"w": weight.permute(2, 0, 1), "conv": torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)}
-    )
-    assert registration.layout.tensors[0].strides == (1, 20, 5)
-    assert image(registration)[: 4 * 60] == bytes(weight.numpy())
-    straight = register({"w": torch.randn(5, 3, 4), "conv": torch.randn(2, 3, 4, 4)})
-    assert straight.layout.digest() != registration.layout.digest()
-
-
 def test_strides_that_mean_nothing_make_no_difference() -> None:
     odd = torch.randn(8).as_strided((1, 8, 1), (3, 1, 77))
     assert register({"w": odd}).layout == register({"w": torch.randn(1, 8, 1)}).layout
     assert register({"w": np.zeros((5, 0)).T}).layout == register({"w": torch.zeros(0, 5, dtype=torch.float64)}).layout
-
-
-def test_scalars_and_empty_tensors(image: Image) -> None:
-    registration = register(
-        {
-            "none": torch.empty(0, 4),
-            "scale": torch.tensor(2.5),
-            "also": np.empty(0),
-            "step": np.array(3, dtype=np.int64),
-        }
-    )
-    assert offsets(registration) == {"none": 0, "scale": 0, "also": 0, "step": 4}
-    assert image(registration) == np.float32(2.5).tobytes() + np.int64(3).tobytes()
-    nothing = register({"none": torch.empty(0)})
-    assert nothing.size_bytes == 0
-    assert image(nothing) == b""
 
 
 def test_memory_lives_as_long_as_the_registration_or_a_view_of_it() -> None:
@@ -178,18 +148,18 @@ def test_memory_lives_as_long_as_the_registration_or_a_view_of_it() -> None:
     assert alive() is None
 
 
-def test_tensors_given_other_memory_are_noticed(image: Image) -> None:
+def test_tensors_given_other_memory_are_noticed() -> None:
     linear = torch.nn.Linear(3, 5)
     shrunk, array, empty = torch.ones(4), np.ones(4), torch.ones(0)
     registration = register({**dict(linear.named_parameters()), "shrunk": shrunk, "array": array, "empty": empty})
-    before = image(registration)[:80]
+    before = image_of(registration)[:80]
     assert registration.moved() == []
     with torch.no_grad():
         linear.weight += 0
     assert registration.moved() == []
     linear.weight.data = torch.zeros(5, 3)
     assert registration.moved() == ["weight"]
-    assert image(registration)[:80] == before, "the registered memory is still there"
+    assert image_of(registration)[:80] == before, "the registered memory is still there"
 
 
 @pytest.mark.parametrize(
@@ -318,29 +288,6 @@ def test_what_cannot_be_registered_is_named_with_a_remedy(kind: str, make: Calla
     assert good.tolist() == [0, 1, 2, 3]
 
 
-def test_a_distributed_tensor_is_taken_as_what_it_is() -> None:
-    distributed = pytest.importorskip("torch.distributed")
-    if not distributed.is_available():
-        pytest.skip("this torch has no torch.distributed")
-    from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
-
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        tensor = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Replicate()])
-        found = register({"w": tensor, "plain": torch.zeros(3)})
-        assert found.layout_digest.startswith("boxed-")
-        assert found.table is not None
-        assert [str(each) for each in found.table.tensors] == ["'plain': float32[3]", "'w': float32[4]"]
-        assert (
-            found.layout_digest == register({"w": tensor.to_local(), "plain": torch.zeros(3)}, boxes={}).layout_digest
-        )
-        plain = register({"w": tensor.to_local()})
-        assert plain.table is None
-        assert plain.layout_digest == plain.layout.digest()
-    finally:
-        distributed.destroy_process_group()
-
-
 def test_a_tensor_inside_a_function_transform_is_refused() -> None:
     def inside(row: torch.Tensor) -> torch.Tensor:
         with pytest.raises(UsageError, match="'w' has no memory of its own"):
@@ -363,29 +310,18 @@ def test_bad_mappings_and_names() -> None:
             register(tensors)  # type: ignore[arg-type]
 
 
-def test_ten_thousand_tensors_of_one_storage_are_one_piece_and_few_views() -> None:
-    fused = torch.zeros(10_000, 16)
-    together = register({f"t{i}": fused[i] for i in range(10_000)})
-    apart = register({f"t{i}": torch.zeros(16) for i in range(10_000)})
+def test_thousands_of_tensors_of_one_storage_are_one_piece_and_few_views() -> None:
+    fused = torch.zeros(2_000, 16)
+    together = register({f"t{i}": fused[i] for i in range(2_000)})
+    apart = register({f"t{i}": torch.zeros(16) for i in range(2_000)})
     assert together.layout.digest() == apart.layout.digest()
     assert len(together.pieces) == 1
     assert isinstance(together.stream, HostStream)
     assert isinstance(apart.stream, HostStream)
     assert len(together.stream.views(0, together.size_bytes)) == 1
     assert len(apart.stream.views(1000, 5000)) == 5000 // 64 - 1000 // 64 + 1
-    assert len(apart.pieces) == 10_000
+    assert len(apart.pieces) == 2_000
     assert len(repr(apart)) < 200
-
-
-def test_ranges_are_the_views_addresses() -> None:
-    stream = register({f"t{i}": torch.zeros(5) for i in range(9)}).stream
-    assert isinstance(stream, HostStream)
-    for start, stop in [(0, 180), (3, 3), (19, 21), (20, 40), (7, 170)]:
-        addresses = [(np.frombuffer(view, np.uint8).ctypes.data, view.nbytes) for view in stream.views(start, stop)]
-        assert stream.ranges(start, stop) == addresses
-    for start, stop in [(-1, 3), (5, 4), (0, 181)]:
-        with pytest.raises(UsageError, match="not in a stream of 180 B"):
-            stream.views(start, stop)
 
 
 def test_torch_is_not_imported_for_numpy_arrays() -> None:
@@ -412,7 +348,7 @@ def objects(cls: type, function: object, types: object, args: object = (), named
     raise AssertionError(f"{cls.__name__} was asked to do {function}")
 
 
-def test_a_module_is_asked_for_nothing_that_it_may_have_overridden(image: Image) -> None:
+def test_a_module_is_asked_for_nothing_that_it_may_have_overridden() -> None:
     class Old(torch.nn.Linear):
         """As modules of before `remove_duplicate`."""
 
@@ -455,9 +391,7 @@ def build(sizes: list[int], views: Views) -> tuple[list[np.ndarray], dict[str, n
 
 @fast
 @given(views_of_storages())
-def test_a_stream_s_image_written_elsewhere_gives_equal_tensors(
-    image: Image, put: Callable[[object, int, bytes], None], made: tuple[list[int], Views]
-) -> None:
+def test_a_stream_s_image_written_elsewhere_gives_equal_tensors(made: tuple[list[int], Views]) -> None:
     storages, tensors = build(*made)
     others, copies = build(*made)
     for other in others:
@@ -466,10 +400,10 @@ def test_a_stream_s_image_written_elsewhere_gives_equal_tensors(
     assert source.layout == target.layout
     covered = {(storage, at) for storage, start, stop, _ in made[1] for at in range(start, stop)}
     assert source.size_bytes == 4 * len(covered), "each byte once"
-    data = image(source)
+    data = image_of(source)
     third = len(data) // 3
     for start, stop in [(third, 2 * third), (2 * third, len(data)), (0, third)]:
-        put(target.stream, start, data[start:stop])
+        put_into(target.stream, start, data[start:stop])
     for name, tensor in tensors.items():
         assert np.array_equal(tensor, copies[name])
     for index, (storage, other) in enumerate(zip(storages, others, strict=True)):
