@@ -3,7 +3,7 @@
 import asyncio
 import multiprocessing
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -49,11 +49,22 @@ def values(version: int) -> dict[str, np.ndarray]:
     return {"w": np.full((300, 1000), version, np.float32), "b": np.full(7, version, np.int64)}
 
 
+async def step(weights: aio.Weights, tensors: dict[str, np.ndarray], version: int) -> None:
+    """The trainer publishes that version."""
+    async with weights.mutating(version=version, timeout=WAIT_S):
+        for name, each in values(version).items():
+            tensors[name][:] = each
+
+
+def is_right(found: Mapping[str, object], version: int) -> bool:
+    return all(np.array_equal(np.asarray(found[name]), each) for name, each in values(version).items())
+
+
 async def read(server: ServerThread, version: int) -> None:
     """A new rollout gets that version, right."""
     found = await aio.load("policy@latest", server=server.address, timeout=WAIT_S)
     assert found.version == version
-    assert all(np.array_equal(np.asarray(found[name]), each) for name, each in values(version).items())
+    assert is_right(found, version)
 
 
 def test_hold_keeps_the_newest_after_the_trainer_has_gone() -> None:
@@ -67,9 +78,7 @@ def test_hold_keeps_the_newest_after_the_trainer_has_gone() -> None:
             tensors = values(0)
             async with trainer(server, tensors) as weights:
                 for version in (1, 2, 3):
-                    async with weights.mutating(version=version, timeout=WAIT_S):
-                        for name, each in values(version).items():
-                            tensors[name][:] = each
+                    await step(weights, tensors, version)
                     await until(lambda version=version: bool(said) and said[-1][0] == version)
             assert said[-1][:2] == (3, 2)
             await read(server, 3)
@@ -91,9 +100,7 @@ def test_everything_dies_and_the_newest_archived_version_comes_back(
         tensors = values(0)
         async with running(archiving(server, every=2, keep=2)), trainer(server, tensors) as weights:
             for version in (1, 2, 3, 5):
-                async with weights.mutating(version=version, timeout=WAIT_S):
-                    for name, each in values(version).items():
-                        tensors[name][:] = each
+                await step(weights, tensors, version)
                 if version != 2:
                     await until(lambda version=version: f"version {version} is in {url}" in said)
             await until(lambda: store.versions() == [5, 3])
@@ -174,9 +181,7 @@ def test_a_version_that_was_killed_in_the_middle_is_none_and_the_next_one_comes_
             assert store.versions() == []
             store._obstore.put(store._store, store.name(4, "model.safetensors"), b"half")
             assert store.versions() == []
-            async with weights.mutating(version=5, timeout=WAIT_S):
-                for name, each in values(5).items():
-                    tensors[name][:] = each
+            await step(weights, tensors, 5)
             async with running(archive.archive("policy", url, server=server.address, on_change=said.append)):
                 await until(lambda: f"version 5 is in {url}" in said and 4 not in store._folders())
 
@@ -242,11 +247,6 @@ def test_a_site_reads_from_the_store_what_another_site_has_published(tmp_path: P
     def site_bytes(server: ServerThread) -> int:
         return sum(sum(each.cross_site_bytes.values()) for each in tensorhub.connect(server.address).versions("policy"))
 
-    async def publish(weights: aio.Weights, tensors: dict[str, np.ndarray], version: int) -> None:
-        async with weights.mutating(version=version, timeout=WAIT_S):
-            for name, each in values(version).items():
-                tensors[name][:] = each
-
     def holders(server: ServerThread, version: int) -> list[str]:
         there = tensorhub.connect(server.address).versions("policy")
         return [name for each in there if each.version == version for name in each.holders]
@@ -260,10 +260,10 @@ def test_a_site_reads_from_the_store_what_another_site_has_published(tmp_path: P
             running(near),
         ):
             for version in (1, 2):
-                await publish(weights, tensors, version)
+                await step(weights, tensors, version)
                 await until(lambda version=version: "archive-eu" in holders(server, version))
                 found = await aio.load(f"policy@{version}", site="eu", timeout=WAIT_S, **where)
-                assert all(np.array_equal(np.asarray(found[name]), each) for name, each in values(version).items())
+                assert is_right(found, version)
             assert site_bytes(server) == 0
 
     with tensorhub.serve() as server:
@@ -286,11 +286,9 @@ def test_a_region_with_its_own_server_gets_each_archived_version(tmp_path: Path)
             mine = values(0)
             await rollout.register(mine, boxes={})
             for version in (1, 2):
-                async with weights.mutating(version=version, timeout=WAIT_S):
-                    for name, each in values(version).items():
-                        tensors[name][:] = each
+                await step(weights, tensors, version)
                 assert await rollout.replicate(version, wait=True, timeout=WAIT_S) == version
-                assert all(np.array_equal(mine[name], each) for name, each in values(version).items())
+                assert is_right(mine, version)
 
     with tensorhub.serve() as server, tensorhub.serve() as region:
         asyncio.run(go(server, region))

@@ -60,15 +60,6 @@ def test_a_model_has_one_writer_until_that_closes(join):
     assert second.version == 1
 
 
-def test_a_block_that_raises_leaves_the_tensors_unpublished(join):
-    first, array = join("first", 1.0)
-    assert first.publish(1) == 1
-    with pytest.raises(ZeroDivisionError), first.mutating(version=2):
-        array /= 1 // 0
-    assert first.version is None
-    assert first.publish(2) == 2
-
-
 def test_all_shards_claim_the_same(join):
     pair = [join("t", 1.0, shard=shard, shards=2)[0] for shard in range(2)]
 
@@ -111,15 +102,16 @@ INSIDE = {
 }
 
 
-@pytest.mark.parametrize(("verb", "call"), INSIDE.items(), ids=INSIDE)
-def test_no_call_of_its_own_block_may_give_the_tensors_another_meaning(join, verb, call):
+def test_no_call_of_its_own_block_may_give_the_tensors_another_meaning(join):
     """What the block had done would be overwritten, or published in the middle of it."""
     trainer, array = join("t", 1.0)
     trainer.publish(1)
     with trainer.mutating(version=2):
         array += 1
-        with pytest.raises(tensorhub.UsageError, match=rf"^{verb} on .* inside the block of its mutating\(version=2\)"):
-            call(trainer)
+        for verb, call in INSIDE.items():
+            said = rf"^{verb} on .* inside the block of its mutating\(version=2\)"
+            with pytest.raises(tensorhub.UsageError, match=said):
+                call(trainer)
         array += 1
     assert trainer.version == 2
     reader, read = join("r")

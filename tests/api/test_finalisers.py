@@ -117,11 +117,6 @@ def forget_one(server):
     weights.publish(1)
 
 
-def forget_in_a_cycle(server):
-    opened = [tensorhub.open("m", replica="gone", server=server.address)]
-    opened.append(opened)
-
-
 def forget_one_of_a_loop_of_its_own(server):
     async def main():
         weights = await tensorhub.aio.open("m", replica="gone", server=server.address)
@@ -133,7 +128,6 @@ def forget_one_of_a_loop_of_its_own(server):
 
 FORGET = {
     "one": forget_one,
-    "one in a cycle": forget_in_a_cycle,
     "one that its module knows": lambda server: Trainer(server) and None,
     "one of aio": forget_one_of_a_loop_of_its_own,
     "a group": lambda server: tensorhub.open_group("m", replica="gone", shards=2, server=server.address) and None,

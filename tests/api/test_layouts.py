@@ -20,6 +20,7 @@ from tensorhub.transport.nixl import probe
 
 ROWS, COLUMNS = 300, 128
 SHAPE = (ROWS, COLUMNS)
+NAME = "layer/0.w"
 
 
 def content(version):
@@ -27,28 +28,37 @@ def content(version):
 
 
 @pytest.fixture
-def replica(server):
-    """`replica(name, cuts, dim)` opens a replica of a matrix cut at these places: (weights, array, part) of each."""
-    opened = []
+def opened(server):
+    """`opened(replica, tensors, boxes={}, shard=, shards=, …)`: a worker that has registered these."""
+    found = []
 
-    def made(name, cuts, dim, *, dtype=None, kind=np.float32, **options):
+    def made(replica, tensors, boxes=None, *, dtype=None, partial=False, **options):
+        options = {"server": server.address, "call_timeout": 20, **options}
+        found.append(tensorhub.open("m", replica=replica, **options))
+        found[-1].register(tensors, boxes=boxes, dtype=dtype, partial=partial)
+        return found[-1]
+
+    yield made
+    for weights in reversed(found):
+        weights.close(timeout=3)
+
+
+@pytest.fixture
+def replica(opened):
+    """`replica(name, cuts, dim)` opens a replica of a matrix cut at these places: (weights, array, part) of each."""
+
+    def made(name, cuts, dim, *, kind=np.float32, **options):
         members = []
         for shard, (start, stop) in enumerate(itertools.pairwise(cuts)):
             at, size = [0, 0], list(SHAPE)
             at[dim], size[dim] = start, stop - start
-            weights = tensorhub.open(
-                "m", replica=name, shard=shard, shards=len(cuts) - 1, server=server.address, call_timeout=20, **options
-            )
-            opened.append(weights)
-            array = np.zeros(size, kind)
-            weights.register({"w": array}, boxes={"w": [Box("layer/0.w", SHAPE, tuple(at), tuple(size))]}, dtype=dtype)
+            array, boxes = np.zeros(size, kind), {"w": [Box(NAME, SHAPE, tuple(at), tuple(size))]}
+            weights = opened(name, {"w": array}, boxes, shard=shard, shards=len(cuts) - 1, **options)
             part = tuple(slice(begin, begin + count) for begin, count in zip(at, size, strict=True))
             members.append((weights, array, part))
         return members
 
-    yield made
-    for weights in reversed(opened):
-        weights.close(timeout=3)
+    return made
 
 
 def publish(members, version, **options):
@@ -108,19 +118,17 @@ def test_what_only_the_trainer_has_is_fetched_by_another_layout_before_it_closes
     assert fill(engine, "update") == 2
 
 
-def test_masters_with_boxes_are_read_by_an_engine_of_the_published_dtype(server, replica):
+def test_masters_with_boxes_are_read_by_an_engine_of_the_published_dtype(opened, replica):
     trainer = replica("trainer", (0, 100, 170, ROWS), 0, dtype="bfloat16")
-    with contextlib.closing(tensorhub.open("m", replica="engine", server=server.address)) as engine:
-        target = torch.zeros(SHAPE, dtype=torch.bfloat16)
-        engine.register({"layer/0.w": target}, boxes={})
-        publish(trainer, 1)
-        assert engine.replicate() == 1
-        assert torch.equal(target, torch.from_numpy(content(1)).bfloat16())
-        restarted = replica("restarted", (0, 200, ROWS), 0, dtype="bfloat16")
-        found = in_threads(*(weights.replicate for weights, _, _ in restarted))
-        assert found == [1, 1]
-        for _, master, part in restarted:
-            assert torch.equal(torch.from_numpy(master), target.float()[part])
+    target = torch.zeros(SHAPE, dtype=torch.bfloat16)
+    engine = opened("engine", {NAME: target}, {})
+    publish(trainer, 1)
+    assert engine.replicate() == 1
+    assert torch.equal(target, torch.from_numpy(content(1)).bfloat16())
+    restarted = replica("restarted", (0, 200, ROWS), 0, dtype="bfloat16")
+    assert in_threads(*(weights.replicate for weights, _, _ in restarted)) == [1, 1]
+    for _, master, part in restarted:
+        assert torch.equal(torch.from_numpy(master), target.float()[part])
 
 
 @pytest.mark.parametrize("has_a_good_source", [False, True])
@@ -192,37 +200,30 @@ def test_a_shard_whose_sibling_has_failed_and_left_hears_so_at_once(replica):
 
 
 @pytest.mark.long
-def test_a_shard_that_is_not_there_is_waited_for_as_long_as_a_lease(server):
-    with contextlib.closing(tensorhub.open("m", replica="t", shard=1, shards=3, server=server.address)) as weights:
-        weights.register({"w": np.zeros(4, np.float32)}, boxes={})
-        with pytest.raises(tensorhub.GroupIncomplete, match=r"shards \[0, 2\] of t were not there within 2 s"):
-            weights.publish(1, timeout=60)
+def test_a_shard_that_is_not_there_is_waited_for_as_long_as_a_lease(opened):
+    weights = opened("t", {"w": np.zeros(4, np.float32)}, {}, shard=1, shards=3)
+    with pytest.raises(tensorhub.GroupIncomplete, match=r"shards \[0, 2\] of t were not there within 2 s"):
+        weights.publish(1, timeout=60)
 
 
-def test_boxes_that_share_memory_are_published_and_refused_to_be_filled_at_once(server):
+def test_boxes_that_share_memory_are_published_and_refused_to_be_filled_at_once(opened):
     """Nobody needs to be asked for that: neither is there a version, nor is it waited for."""
     boxes = {"w": [Box("one", (8,), (0,), (5,)), Box("other", (8,), (0,), (5,), offset=3)]}
-    with contextlib.closing(tensorhub.open("m", replica="r", server=server.address, prefetch="always")) as weights:
-        weights.register({"w": np.zeros(8, np.float32)}, boxes=boxes)
-        for call in (weights.replicate, weights.update):
-            with pytest.raises(tensorhub.LayoutMismatch, match=r"boxes 'one'\[0:5\] and 'other'\[0:5\] share a part"):
-                call("latest", timeout=20)
+    weights = opened("r", {"w": np.zeros(8, np.float32)}, boxes, prefetch="always")
+    for call in (weights.replicate, weights.update):
+        with pytest.raises(tensorhub.LayoutMismatch, match=r"boxes 'one'\[0:5\] and 'other'\[0:5\] share a part"):
+            call("latest", timeout=20)
 
 
-def test_a_tensor_stored_in_too_different_an_order_of_dimensions_is_named_at_once(server):
+def test_a_tensor_stored_in_too_different_an_order_of_dimensions_is_named_at_once(opened):
     """Element by element, and from six dimensions to six: more rows than one read may ask for."""
     shape, order = (32, 32, 16, 16, 2, 4), (5, 3, 1, 4, 2, 0)
     there = np.zeros([shape[dim] for dim in order], np.uint16)
     strides = [there.strides[order.index(dim)] // 2 for dim in range(6)]
-    with (
-        contextlib.closing(tensorhub.open("m", replica="t", server=server.address)) as trainer,
-        contextlib.closing(tensorhub.open("m", replica="r", server=server.address)) as reader,
-    ):
-        trainer.register({"w": np.zeros(shape, np.uint16)}, boxes={})
-        trainer.publish(1)
-        reader.register({"w": there}, boxes={"w": [Box("w", shape, (0,) * 6, shape, 0, tuple(strides))]})
-        with pytest.raises(tensorhub.UsageError, match=r"'w'\[0:32, .* are the limit: its dimensions are stored"):
-            reader.replicate(timeout=60)
+    opened("t", {"w": np.zeros(shape, np.uint16)}, {}).publish(1)
+    reader = opened("r", {"w": there}, {"w": [Box("w", shape, (0,) * 6, shape, 0, tuple(strides))]})
+    with pytest.raises(tensorhub.UsageError, match=r"'w'\[0:32, .* are the limit: its dimensions are stored"):
+        reader.replicate(timeout=60)
 
 
 def test_a_mismatch_of_order_strides_or_ties_names_boxes_and_those_cure_it(server):
@@ -253,44 +254,31 @@ def test_a_mismatch_of_order_strides_or_ties_names_boxes_and_those_cure_it(serve
             assert all((filled[name] == 1).all() for name in "ab")
 
 
-@pytest.mark.parametrize(
-    ("kind", "wrapped", "boxes"),
-    [
-        ("data parallel", "trainer", None),
-        ("data parallel", "rollout", {}),
-        ("one layer compiled", "rollout", None),
-        pytest.param("compiled", "trainer", None, marks=pytest.mark.long),
-    ],
-)
-def test_names_that_a_wrapper_has_changed_are_said_and_what_the_hint_says_cures_it(server, kind, wrapped, boxes):
-    plain = {name: torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)) for name in ("trainer", "rollout")}
-    model, word = plain[wrapped], "_orig_mod."
-    if kind == "compiled":
-        model = torch.compile(model)
-    elif kind == "data parallel":
-        model, word = torch.nn.DataParallel(model), "module."  # as DistributedDataParallel, which needs a process group
-    else:
+@pytest.mark.parametrize("kind", ["data parallel", "data parallel, with boxes", "one layer compiled"])
+def test_names_that_a_wrapper_has_changed_are_said_and_what_the_hint_says_cures_it(server, kind):
+    boxes = {} if "boxes" in kind else None
+    plain, model = (torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)) for _ in range(2))
+    if kind == "one layer compiled":
         model[1] = torch.compile(model[1])
-    given = plain | {wrapped: model}
+        word, hint = "_orig_mod.", "name.replace('_orig_mod.', '')"
+        cured = {name.replace(word, ""): tensor for name, tensor in model.state_dict().items()}
+    else:
+        model = torch.nn.DataParallel(model)  # as DistributedDataParallel, which needs a process group
+        word, hint, cured = "module.", "register what is inside, model.module", model.module
     with (
         tensorhub.open("m", replica="t", server=server.address) as trainer,
         tensorhub.open("m", replica="r", server=server.address, call_timeout=20) as rollout,
     ):
-        trainer.register(given["trainer"], boxes=boxes)
-        rollout.register(given["rollout"], boxes=boxes)
+        wrapped, other = (rollout, trainer) if kind == "one layer compiled" else (trainer, rollout)
+        wrapped.register(model, boxes=boxes)
+        other.register(plain, boxes=boxes)
         trainer.publish(1)
         with pytest.raises(tensorhub.LayoutMismatch, match=f"have '{word}' in addition") as caught:
             rollout.replicate()
-        trainer.unpublish()
-        inside = getattr(model, word[:-1], None)
-        bare = {name.replace(word, ""): tensor for name, tensor in model.state_dict().items()}
         if boxes is None:
-            hint = (
-                f"register what is inside, model.{word[:-1]}" if inside is not None else f"name.replace('{word}', '')"
-            )
             assert hint in caught.value.__notes__[0]
-        worker = trainer if wrapped == "trainer" else rollout
-        worker.register(bare if inside is None else inside, boxes=boxes)
+        trainer.unpublish()
+        wrapped.register(cured, boxes=boxes)
         trainer.publish(2)
         assert rollout.replicate() == 2
 
@@ -307,17 +295,10 @@ def test_boxes_that_cannot_be(join):
             weights.register({"w": np.zeros(4, np.float32)}, boxes=boxes)
 
 
-def test_a_sibling_that_has_no_boxes_is_waited_for_and_named(server):
-    first, second = (
-        tensorhub.open("m", replica="t", shard=shard, shards=2, server=server.address) for shard in range(2)
-    )
-    with contextlib.closing(first), contextlib.closing(second):
-        first.register({"w": np.zeros(4, np.float32)}, boxes={})
-        second.register({"w": np.zeros(4, np.float32)})
-        with pytest.raises(
-            tensorhub.GroupIncomplete, match=r"shards \[1\] of it have registered no tensors with boxes"
-        ):
-            first.publish(1, timeout=1)
+def test_a_sibling_that_has_no_boxes_is_waited_for_and_named(opened):
+    first, _ = (opened("t", {"w": np.zeros(4)}, boxes, shard=n, shards=2) for n, boxes in enumerate(({}, None)))
+    with pytest.raises(tensorhub.GroupIncomplete, match=r"shards \[1\] of it have registered no tensors with boxes"):
+        first.publish(1, timeout=1)
 
 
 def test_verify_none_is_refused_with_boxes(server):
@@ -373,77 +354,60 @@ def test_load_puts_together_what_was_cut(server, replica):
 
 
 @pytest.mark.parametrize(("published", "registered"), [({}, None), (None, {})])
-def test_other_tensors_are_named_also_with_boxes_on_one_side_only(server, published, registered):
-    with (
-        contextlib.closing(tensorhub.open("m", replica="t", server=server.address)) as trainer,
-        contextlib.closing(tensorhub.open("m", replica="r", server=server.address)) as reader,
-    ):
-        trainer.register({"w": np.zeros(4, np.float32)}, boxes=published)
-        trainer.publish(1)
-        reader.register({"w": np.zeros(5, np.float32)}, boxes=registered)
-        with pytest.raises(tensorhub.LayoutMismatch, match=r"tensor 'w' has global shape \[5\] .* and \[4\] "):
-            reader.replicate("latest", timeout=10)
+def test_other_tensors_are_named_also_with_boxes_on_one_side_only(opened, published, registered):
+    opened("t", {"w": np.zeros(4, np.float32)}, published).publish(1)
+    reader = opened("r", {"w": np.zeros(5, np.float32)}, registered)
+    with pytest.raises(tensorhub.LayoutMismatch, match=r"tensor 'w' has global shape \[5\] .* and \[4\] "):
+        reader.replicate("latest", timeout=10)
 
 
-def test_tied_tensors_are_tied_in_what_is_loaded_and_whoever_holds_one_name_may_hold_both(server):
+def test_tied_tensors_are_tied_in_what_is_loaded_and_whoever_holds_one_name_may_hold_both(server, opened):
     """Also where a shard has no part of them; not where another shard has two memories."""
     shape, memory = (4, 3), np.arange(12, dtype=np.float32).reshape(4, 3)
     rows = memory[:2].copy(), memory[2:].copy()
     view = tensorhub.connect(server.address)
     boxes = [{name: [Box(name, shape, (at, 0), (2, 3))] for name in ("embed", "head")} for at in (0, 2)]
-    with contextlib.ExitStack() as stack:
-        both = [
-            stack.enter_context(tensorhub.open("m", replica="t", shard=n, shards=2, server=server.address))
-            for n in range(2)
-        ]
-        for weights, mine, said in zip(both, rows, boxes, strict=True):
-            weights.register({"embed": mine, "head": mine, "other": np.zeros(1)}, boxes=said)
-        in_threads(*(lambda weights=weights: weights.publish(1) for weights in both))
-        assert view.layout("m").tied == (("embed", "head"),)
-        found = tensorhub.load("m@1", server=server.address, timeout=20)
-        assert (np.asarray(found["head"]) == memory).all()
-        assert found["head"].data_ptr() == found["embed"].data_ptr()
-        in_threads(*(lambda weights=weights: weights.unpublish() for weights in both))
-        both[1].register({"embed": rows[1], "head": rows[1].copy(), "other": np.zeros(1)}, boxes=boxes[1])
-        in_threads(*(lambda weights=weights: weights.publish(2) for weights in both))
-        assert view.layout("m").tied == ()
-        assert (np.asarray(tensorhub.load("m@2", server=server.address, timeout=20)["head"]) == memory).all()
+    both = [
+        opened("t", {"embed": mine, "head": mine, "other": np.zeros(1)}, said, shard=n, shards=2)
+        for n, (mine, said) in enumerate(zip(rows, boxes, strict=True))
+    ]
+    in_threads(*(lambda weights=weights: weights.publish(1) for weights in both))
+    assert view.layout("m").tied == (("embed", "head"),)
+    found = tensorhub.load("m@1", server=server.address, timeout=20)
+    assert (np.asarray(found["head"]) == memory).all()
+    assert found["head"].data_ptr() == found["embed"].data_ptr()
+    in_threads(*(lambda weights=weights: weights.unpublish() for weights in both))
+    both[1].register({"embed": rows[1], "head": rows[1].copy(), "other": np.zeros(1)}, boxes=boxes[1])
+    in_threads(*(lambda weights=weights: weights.publish(2) for weights in both))
+    assert view.layout("m").tied == ()
+    assert (np.asarray(tensorhub.load("m@2", server=server.address, timeout=20)["head"]) == memory).all()
 
 
-def test_what_can_be_hashed_of_a_version_that_is_cut_otherwise_is_looked_at_when_it_is_published_again(server):
+def test_what_can_be_hashed_of_a_version_that_is_cut_otherwise_is_looked_at_when_it_is_published_again(opened):
     """Who came after it was published has one tensor whole, and only parts of the tiles of the other."""
-    with contextlib.ExitStack() as stack:
-        trainer = stack.enter_context(tensorhub.open("m", replica="t", server=server.address))
-        trainer.register({"w": np.zeros(SHAPE), "v": np.zeros(9)}, boxes={})
-        trainer.publish(1)
-        half = SHAPE[0] // 2
-        late, arrays = [], []
-        for shard in range(2):
-            late.append(
-                stack.enter_context(
-                    tensorhub.open("m", replica="r", shard=shard, shards=2, server=server.address, call_timeout=20)
-                )
-            )
-            arrays.append({"w": np.zeros((half, COLUMNS)), "v": np.zeros(9)})
-            boxes = {"w": [Box("w", SHAPE, (shard * half, 0), (half, COLUMNS))]}
-            late[-1].register(arrays[-1], boxes=boxes)
-        assert in_threads(*(weights.replicate for weights in late)) == [1, 1]
-        trainer.close()
-        assert in_threads(*(lambda weights=weights: weights.publish(1) for weights in late)) == [1, 1]
-        for name in ("v", "w"):  # whole in a tile, and part of one
-            for tensors in arrays:
-                tensors[name][-1] += 1
-            for weights, found in zip(late, in_threads(*(partial(each.publish, 1) for each in late)), strict=True):
-                assert isinstance(found, tensorhub.VersionConflict)
-                assert f"holds that version, but these tensors were changed since: {name!r}" in str(found)
-                with pytest.raises(tensorhub.NotDrained, match=f"these tensors were changed since: {name!r}"):
-                    weights.check()
-            for tensors in arrays:
-                tensors[name][-1] -= 1
-        assert [weights.version for weights in late] == [1, 1]
+    trainer = opened("t", {"w": np.zeros(SHAPE), "v": np.zeros(9)}, {})
+    trainer.publish(1)
+    half = SHAPE[0] // 2
+    arrays = [{"w": np.zeros((half, COLUMNS)), "v": np.zeros(9)} for _ in range(2)]
+    cuts = [{"w": [Box("w", SHAPE, (shard * half, 0), (half, COLUMNS))]} for shard in range(2)]
+    late = [opened("r", arrays[shard], cuts[shard], shard=shard, shards=2) for shard in range(2)]
+    assert in_threads(*(weights.replicate for weights in late)) == [1, 1]
+    trainer.close()
+    assert in_threads(*(partial(weights.publish, 1) for weights in late)) == [1, 1]
+    for name in ("v", "w"):  # whole in a tile, and part of one
+        for tensors in arrays:
+            tensors[name][-1] += 1
+        for weights, found in zip(late, in_threads(*(partial(each.publish, 1) for each in late)), strict=True):
+            assert isinstance(found, tensorhub.VersionConflict)
+            assert f"holds that version, but these tensors were changed since: {name!r}" in str(found)
+            with pytest.raises(tensorhub.NotDrained, match=f"these tensors were changed since: {name!r}"):
+                weights.check()
+        for tensors in arrays:
+            tensors[name][-1] -= 1
+    assert [weights.version for weights in late] == [1, 1]
 
 
-def test_other_tensors_that_are_registered_while_a_read_ahead_is_worked_out_get_their_own_bytes(server, monkeypatch):
+def test_other_tensors_that_are_registered_while_a_read_ahead_is_worked_out_get_their_own_bytes(opened, monkeypatch):
     """Of one size and in another order: what was worked out for those before would be the other's, and verified."""
     inside, go, real = threading.Event(), threading.Event(), tile_reads.version_from
 
@@ -454,53 +418,31 @@ def test_other_tensors_that_are_registered_while_a_read_ahead_is_worked_out_get_
         return found
 
     first, second = content(1), content(2)
-    with contextlib.ExitStack() as stack:
-        publishers = []
-        for shard, rows in enumerate((slice(0, 100), slice(100, ROWS))):
-            options = {"shard": shard, "shards": 2, "server": server.address, "call_timeout": 20}
-            weights = stack.enter_context(tensorhub.open("m", replica="t", prefetch="never", **options))
-            at, size = (rows.start, 0), (rows.stop - rows.start, COLUMNS)
-            tensors = {"a": first[rows].copy(), "b": second[rows].copy()}
-            weights.register(tensors, boxes={name: [Box(name, SHAPE, at, size)] for name in tensors})
-            publishers.append(weights)
-        assert in_threads(*(lambda weights=weights: weights.publish(1) for weights in publishers)) == [1, 1]
-        monkeypatch.setattr(tile_reads, "version_from", held_up)
-        reader = tensorhub.open("m", replica="r", prefetch="always", server=server.address, call_timeout=20)
-        stack.enter_context(reader)
-        stack.callback(go.set)
-        reader.register({name: np.zeros(SHAPE, np.float32) for name in ("a", "b")}, boxes={})
+    publishers = []
+    for shard, rows in enumerate((slice(0, 100), slice(100, ROWS))):
+        at, size = (rows.start, 0), (rows.stop - rows.start, COLUMNS)
+        tensors = {"a": first[rows].copy(), "b": second[rows].copy()}
+        boxes = {name: [Box(name, SHAPE, at, size)] for name in tensors}
+        publishers.append(opened("t", tensors, boxes, shard=shard, shards=2, prefetch="never"))
+    assert in_threads(*(partial(weights.publish, 1) for weights in publishers)) == [1, 1]
+    monkeypatch.setattr(tile_reads, "version_from", held_up)
+    try:
+        reader = opened("r", {name: np.zeros(SHAPE, np.float32) for name in ("a", "b")}, {}, prefetch="always")
         assert inside.wait(20)
         tensors = {name: np.zeros(SHAPE, np.float32) for name in ("b", "a")}
         reader.register(tensors, boxes={})
+    finally:
         go.set()
-        eventually(lambda: reader.statistics()["host_bytes"] > 0, "it is fetched ahead")
-        assert reader.replicate(1) == 1
-        assert (tensors["a"] == first).all()
-        assert (tensors["b"] == second).all()
+    eventually(lambda: reader.statistics()["host_bytes"] > 0, "it is fetched ahead")
+    assert reader.replicate(1) == 1
+    assert (tensors["a"] == first).all()
+    assert (tensors["b"] == second).all()
 
 
 # --- A replica that leaves some of the model out: refused by name, before a byte is written, unless it says so.
 
 
 LAYER = (60, 64)
-
-
-@pytest.fixture
-def opened(server):
-    """`opened(replica, tensors, boxes, shard=, shards=, …)`: a worker that has registered these."""
-    found = []
-
-    def made(replica, tensors, boxes=None, *, shard=0, shards=1, partial=False, **options):
-        weights = tensorhub.open(
-            "m", replica=replica, shard=shard, shards=shards, server=server.address, call_timeout=20, **options
-        )
-        found.append(weights)
-        weights.register(tensors, boxes=boxes or {}, partial=partial)
-        return weights
-
-    yield made
-    for weights in reversed(found):
-        weights.close(timeout=3)
 
 
 def layers(value=0.0):
@@ -513,9 +455,9 @@ def rows(start, stop, value=0.0):
 
 
 def test_a_layer_that_was_left_out_is_named(opened):
-    opened("t", layers(1.0)).publish(1)
+    opened("t", layers(1.0), {}).publish(1)
     mine = {"a": np.zeros(LAYER, np.float32)}
-    reader = opened("r", mine)
+    reader = opened("r", mine, {})
     with pytest.raises(
         tensorhub.LayoutMismatch, match=r"tensor 'b': float32\[60, 64\] of the version is in no box of m/r"
     ):
@@ -527,7 +469,7 @@ def test_a_layer_that_was_left_out_is_named(opened):
 @pytest.mark.parametrize(("second", "missing"), [((30, 50), "'b'[50:60, 0:64]"), ((40, 60), "'b'[30:40, 0:64]")])
 def test_a_part_that_no_shard_of_the_reader_has_is_named_on_all_of_them(opened, second, missing):
     """Each shard has boxes for all that it wants: only together they lack something."""
-    opened("t", layers(1.0)).publish(1)
+    opened("t", layers(1.0), {}).publish(1)
     members = []
     for shard, (start, stop) in enumerate([(0, 30), second]):
         array, boxes = rows(start, stop)
@@ -539,21 +481,12 @@ def test_a_part_that_no_shard_of_the_reader_has_is_named_on_all_of_them(opened, 
     assert not any(array.any() for _, tensors in members for array in tensors.values())
 
 
-def test_what_shards_have_only_together_is_enough(opened):
-    """Stages of a pipeline: no shard has both layers."""
-    opened("t", layers(1.0)).publish(1)
-    stages = [{name: np.zeros(LAYER, np.float32)} for name in ("a", "b")]
-    members = [opened("r", stage, shard=shard, shards=2) for shard, stage in enumerate(stages)]
-    assert in_threads(*(weights.replicate for weights in members)) == [1, 1]
-    assert all((array == 1.0).all() for stage in stages for array in stage.values())
-
-
 def test_who_says_so_reads_a_part_and_nobody_takes_that_for_the_model(opened):
     """The part is idle, and would else be chosen before the trainer. Nor does the trainer leave the model to it."""
-    trainer = opened("t", layers(1.0))
+    trainer = opened("t", layers(1.0), {})
     trainer.publish(1)
     draft = {"b": np.zeros(LAYER, np.float32)}
-    part = opened("draft", draft, partial=True)
+    part = opened("draft", draft, {}, partial=True)
     assert part.replicate() == 1
     assert (draft["b"] == 1.0).all()
     trainer.unpublish()  # the last who has all of it: it is kept in host memory
@@ -563,12 +496,12 @@ def test_who_says_so_reads_a_part_and_nobody_takes_that_for_the_model(opened):
     assert reader.replicate() == 1
     assert all((each == 1.0).all() for each in whole.values())
     other = {"b": np.zeros(LAYER, np.float32)}
-    assert opened("draft-2", other, partial=True).replicate() == 1
+    assert opened("draft-2", other, {}, partial=True).replicate() == 1
     assert (other["b"] == 1.0).all()
 
 
 def test_a_part_is_not_published(opened):
-    part = opened("r", {"b": np.zeros(LAYER, np.float32)}, partial=True)
+    part = opened("r", {"b": np.zeros(LAYER, np.float32)}, {}, partial=True)
     with pytest.raises(tensorhub.UsageError, match=r"publish of m/r.* some of the model only"):
         part.publish(1)
 
@@ -576,24 +509,15 @@ def test_a_part_is_not_published(opened):
 # --- One shard of whole tensors without boxes reads what has boxes, and is read by what has boxes.
 
 
-NAME = "layer/0.w"
-
-
 @pytest.fixture
-def plain(server):
+def plain(opened):
     """`plain(name)` opens a replica of the whole matrix, registered without boxes, as `replica` does."""
-    opened = []
 
-    def made(name, *, tensor=NAME, shape=SHAPE, boxes=None, **options):
-        weights = tensorhub.open("m", replica=name, server=server.address, call_timeout=20, **options)
-        opened.append(weights)
-        array = np.zeros(shape, np.float32)
-        weights.register({tensor: array}, boxes=boxes)
-        return [(weights, array, (slice(None), slice(None)))]
+    def made(name, *, tensor=NAME, **options):
+        array = np.zeros(SHAPE, np.float32)
+        return [(opened(name, {tensor: array}, **options), array, (slice(None), slice(None)))]
 
-    yield made
-    for weights in reversed(opened):
-        weights.close(timeout=3)
+    return made
 
 
 def is_boxed(members):
@@ -651,43 +575,32 @@ def test_what_only_the_trainer_holds_without_boxes_is_read_by_a_replica_with_box
     trainer[0][0].check()
 
 
-def test_masters_without_boxes_are_read_with_boxes(server, replica):
+def test_masters_without_boxes_are_read_with_boxes(opened):
     """What was published stays what it was, though masters went on: nothing is cast anew."""
-    with contextlib.closing(tensorhub.open("m", replica="trainer", server=server.address, call_timeout=20)) as trainer:
-        masters = torch.from_numpy(content(1).copy())
-        trainer.register({NAME: masters}, dtype="bfloat16")
-        trainer.publish(1)
-        masters += 1
-        target = torch.zeros(SHAPE, dtype=torch.bfloat16)
-        with contextlib.closing(tensorhub.open("m", replica="engine", server=server.address)) as engine:
-            engine.register({"mine": target}, boxes={"mine": [Box(NAME, SHAPE, (0, 0), SHAPE)]})
-            assert engine.replicate(timeout=20) == 1
-            assert torch.equal(target, torch.from_numpy(content(1)).bfloat16())
-            with trainer.mutating(version=2):
-                masters.copy_(torch.from_numpy(content(2)))
-            assert engine.update(timeout=20) == 2
-            assert torch.equal(target, torch.from_numpy(content(2)).bfloat16())
+    masters, target = torch.from_numpy(content(1).copy()), torch.zeros(SHAPE, dtype=torch.bfloat16)
+    trainer = opened("trainer", {NAME: masters}, dtype="bfloat16")
+    trainer.publish(1)
+    masters += 1
+    engine = opened("engine", {"mine": target}, {"mine": [Box(NAME, SHAPE, (0, 0), SHAPE)]})
+    assert engine.replicate() == 1
+    assert torch.equal(target, torch.from_numpy(content(1)).bfloat16())
+    with trainer.mutating(version=2):
+        masters.copy_(torch.from_numpy(content(2)))
+    assert engine.update() == 2
+    assert torch.equal(target, torch.from_numpy(content(2)).bfloat16())
 
 
-def test_tensors_in_another_order_and_tied_ones_are_read_once_others_have_boxes(server, replica):
-    with contextlib.ExitStack() as stack:
-
-        def joined(name, tensors, **options):
-            weights = tensorhub.open("m", replica=name, server=server.address, call_timeout=20)
-            stack.enter_context(contextlib.closing(weights)).register(tensors, **options)
-            return weights
-
-        tied, other, plain = content(1).copy(), np.arange(9, dtype=np.float32), np.zeros(SHAPE, np.float32)
-        trainer = joined("trainer", {"head": tied, "norm": other, "embed": tied}, boxes={})
-        trainer.publish(1)
-        same, norm = np.zeros_like(tied), np.zeros_like(other)
-        assert joined("reader", {"norm": norm, "embed": same, "head": same}).replicate() == 1
-        assert (same == tied).all()
-        assert (norm == other).all()
-        transposed = np.zeros(SHAPE[::-1], np.float32).T
-        assert joined("views", {"embed": plain, "head": transposed, "norm": np.zeros_like(other)}).replicate() == 1
-        assert (plain == tied).all()
-        assert (transposed == tied).all()
+def test_tensors_in_another_order_and_tied_ones_are_read_once_others_have_boxes(opened):
+    tied, other, plain = content(1).copy(), np.arange(9, dtype=np.float32), np.zeros(SHAPE, np.float32)
+    opened("trainer", {"head": tied, "norm": other, "embed": tied}, {}).publish(1)
+    same, norm = np.zeros_like(tied), np.zeros_like(other)
+    assert opened("reader", {"norm": norm, "embed": same, "head": same}).replicate() == 1
+    assert (same == tied).all()
+    assert (norm == other).all()
+    transposed = np.zeros(SHAPE[::-1], np.float32).T
+    assert opened("views", {"embed": plain, "head": transposed, "norm": np.zeros_like(other)}).replicate() == 1
+    assert (plain == tied).all()
+    assert (transposed == tied).all()
 
 
 def test_a_reader_that_has_other_tensors_keeps_what_it_holds(plain, replica):
@@ -702,19 +615,14 @@ def test_a_reader_that_has_other_tensors_keeps_what_it_holds(plain, replica):
 
 
 @pytest.mark.parametrize("has_published", [True, False])
-def test_tensors_that_share_a_part_of_their_memory_are_never_taken_with_boxes(server, has_published):
+def test_tensors_that_share_a_part_of_their_memory_are_never_taken_with_boxes(opened, has_published):
     array = np.zeros(SHAPE, np.float32)
     sides = [({NAME: array, "rows": array[:7]}, None), ({NAME: array.copy(), "rows": array[:7].copy()}, {})]
     (published, its), (registered, mine) = sides if has_published else reversed(sides)
-    with (
-        contextlib.closing(tensorhub.open("m", replica="t", server=server.address)) as trainer,
-        contextlib.closing(tensorhub.open("m", replica="r", server=server.address)) as reader,
-    ):
-        trainer.register(published, boxes=its)
-        trainer.publish(1)
-        reader.register(registered, boxes=mine)
-        words = ("without", "with") if has_published else ("with", "without")
-        text = rf"version 1 of m was published {words[0]} boxes, and m/r\[0\] has registered {words[1]} them"
-        with pytest.raises(tensorhub.LayoutMismatch, match=text) as found:
-            reader.replicate("latest", timeout=10)
-        assert "boxes={}" in found.value.hint
+    opened("t", published, its).publish(1)
+    reader = opened("r", registered, mine)
+    words = ("without", "with") if has_published else ("with", "without")
+    text = rf"version 1 of m was published {words[0]} boxes, and m/r\[0\] has registered {words[1]} them"
+    with pytest.raises(tensorhub.LayoutMismatch, match=text) as found:
+        reader.replicate("latest", timeout=10)
+    assert "boxes={}" in found.value.hint

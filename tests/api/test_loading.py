@@ -87,9 +87,9 @@ def test_all_shards_of_one_version(server, join):
     ]
 
 
-@pytest.mark.parametrize(
-    ("reference", "error", "match"),
-    [
+def test_what_is_not_there_is_said_at_once(server, join):
+    join("t", 1.0)
+    for reference, error, match in (
         ("m", tensorhub.UsageError, "names no version of a model"),
         ("@latest", tensorhub.UsageError, "model=''"),
         ("m@newest", tensorhub.UsageError, "names no version"),
@@ -98,12 +98,9 @@ def test_all_shards_of_one_version(server, join):
         ("n@latest", tensorhub.VersionUnavailable, "no model 'n' is known"),
         ("m@latest", tensorhub.VersionUnavailable, "no version of m yet"),
         ("m@9", tensorhub.VersionUnavailable, "no version 9"),
-    ],
-)
-def test_what_is_not_there_is_said_at_once(server, join, reference, error, match):
-    join("t", 1.0)
-    with pytest.raises(error, match=match):
-        tensorhub.load(reference, server=server.address, timeout=5)
+    ):
+        with pytest.raises(error, match=match):
+            tensorhub.load(reference, server=server.address, timeout=5)
 
 
 def test_what_cannot_be_verified_is_refused_unless_that_is_wanted(server, join):

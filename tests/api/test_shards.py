@@ -18,24 +18,6 @@ def all_of(workers, call):
     return in_threads(*(lambda weights=weights: call(weights) for weights, _ in workers))
 
 
-def test_two_shards_are_published_replicated_and_updated_as_one(join):
-    trainer = [join("t", float(shard + 1), shard=shard, shards=2) for shard in range(2)]
-    rollouts = [[join(f"r{i}", shard=shard, shards=2) for shard in range(2)] for i in range(3)]
-    assert all_of(trainer, lambda weights: weights.publish(1)) == [1, 1]
-    everybody = [worker for rollout in rollouts for worker in rollout]
-    assert all_of(everybody, lambda weights: weights.replicate("latest")) == [1] * 6
-
-    def step(weights):
-        with weights.mutating(version=2):
-            dict(trainer)[weights][:] += 10
-
-    all_of(trainer, step)
-    assert all_of(everybody, lambda weights: weights.update("latest")) == [2] * 6
-    for rollout in rollouts:
-        for shard, (_, array) in enumerate(rollout):
-            assert (array == shard + 11).all()
-
-
 def test_a_version_exists_only_when_all_shards_have_published_it(join, server):
     first, second = (join("t", 1.0, shard=shard, shards=2)[0] for shard in range(2))
     reader, _ = join("x", shard=0, shards=2)

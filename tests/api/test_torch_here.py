@@ -103,8 +103,9 @@ CALLERS = {
 }
 
 
-@pytest.mark.parametrize("how", CALLERS)
-@pytest.mark.parametrize("kind", ["module", "masters"])
+@pytest.mark.parametrize(
+    ("kind", "how"), [("module", "fake"), ("module", "vmap"), *(("masters", how) for how in CALLERS)]
+)
 def test_a_mode_of_the_caller_changes_nothing(how: str, kind: str) -> None:
     """Nor does it change what is allocated, published, checked, loaded or updated within it."""
     module, other = torch.nn.Linear(3, 2).bfloat16().float(), torch.nn.Linear(3, 2)

@@ -15,15 +15,6 @@ from tensorhub.protocol.status import TensorView
 from tensorhub.runtime import questions
 
 
-def test_an_empty_server_has_nothing(server):
-    view = tensorhub.connect(server.address)
-    assert view.models() == []
-    assert view.versions("m") == ()
-    assert view.replicas("m") == ()
-    assert view.transfers() == ()
-    assert view.status().recovering_s == 0
-
-
 def test_models_versions_and_replicas(server, join):
     trainer, array = join("t", 1.0, transports="local,tcp")
     join("r", model="other")
@@ -39,13 +30,6 @@ def test_models_versions_and_replicas(server, join):
     assert [endpoint.partition("://")[0] for endpoint in worker.endpoints] == ["local", "tcp"]
     assert worker.endpoints[1].startswith("tcp://127.0.0.1:")
     assert [model.name for model in view.status(model="other").models] == ["other"]
-
-
-def test_settings_come_from_the_environment(server, monkeypatch):
-    monkeypatch.setenv("TENSORHUB_SERVER", server.address)
-    assert tensorhub.connect().models() == []
-    with tensorhub.open("m", replica="r"):
-        assert tensorhub.connect().models() == ["m"]
 
 
 def test_a_worker_that_is_opened_when_its_caller_is_interrupted_does_not_live_on(server, interrupting, monkeypatch):
