@@ -164,13 +164,15 @@ def test_a_server_goes_on_where_stdout_takes_nothing() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("closed", ["<&- >&-", "<&- >&- 2>&-"])
-def test_a_server_whose_streams_are_closed_puts_no_socket_in_their_place(closed: str) -> None:
+def test_a_server_whose_streams_are_closed_puts_no_socket_in_their_place() -> None:
     with tensorhub.serve() as other:
         port = other.address.rpartition(":")[2]
-    script = f'exec "$@" --port {port} {closed}'
+    script = f'exec "$@" --port {port} <&- >&- 2>&-'
     with subprocess.Popen(["sh", "-c", script, "sh", *SERVE], text=True) as program:
-        with tensorhub.open("m", replica="r", server=f"127.0.0.1:{port}"):
-            links = [os.readlink(f"/proc/{program.pid}/fd/{number}") for number in range(2)]
-        assert links == ["/dev/null", "/dev/null"]
-        assert ended(program) == 0
+        try:
+            with tensorhub.open("m", replica="r", server=f"127.0.0.1:{port}", timeout=60):
+                links = [os.readlink(f"/proc/{program.pid}/fd/{number}") for number in range(2)]
+            assert links == ["/dev/null", "/dev/null"]
+            assert ended(program) == 0
+        finally:
+            program.kill()

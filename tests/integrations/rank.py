@@ -27,13 +27,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import tensorhub
 from tensorhub.integrations import fsdp
 
-from .kit import digest_of, eventually
+from .kit import digest_of
 
 GATHERING = ("fsdp1", "fsdp1-part", "fsdp1-original", "fsdp1-inside", "fsdp1-sharded", "fsdp1-local", "zero3")
 CPU = torch.device("cpu")
 SUBMESHES = ("dp-tp", "two-meshes", "copies-cut")
 INSIDE = {"tp": 6, "fsdp-tp": 8} | dict.fromkeys(SUBMESHES, 8)  # cut twice along one dimension: evenly
-BEFORE = ("replaced", "said")  # how a rank fails before its step begins
 LATE_S = 4.0  # how long a call takes that waits, longer than ranks wait for each other where it is short
 
 
@@ -41,9 +40,6 @@ def publish_late(self, version, *, publish=tensorhub.Weights.publish, **options)
     """As `Weights.publish` where readers, or a server that stands still, keep it waiting."""
     threading.Event().wait(LATE_S)
     return publish(self, version, **options)
-
-
-ENDS = {"refuse": tensorhub.UsageError("not these"), "late": publish_late}  # how it fails at the end of it
 
 
 class Net(torch.nn.Module):
@@ -142,8 +138,8 @@ class Rank:
         with torch.no_grad():
             self.module(torch.ones(2, 4))
 
-    def step(self, version=None, fails=None, timeout=None, then="raise", until=None):
-        """One step of training. The rank `fails` raises before it, in it or at its end, dies, or publishes late."""
+    def step(self, version=None, fails=None, timeout=None, then="raise"):
+        """One step of training. The rank `fails` raises before it or in it, dies, or publishes late."""
         torch.manual_seed(1000 * (version or 77) + (0 if "tp" in self.kind else dist.get_rank()))
         if self.kind == "language":
             tokens = torch.randint(3, self.module.config.vocab_size, (2, 16))
@@ -153,19 +149,17 @@ class Rank:
             self.forward()
         said = {"step": version or self.publisher.next_version}
         fails_here = fails == dist.get_rank()
-        if fails_here and then in BEFORE:
+        if fails_here and then == "said":
             self._fail(then, said)
-        refuse = mock.patch.object(tensorhub.Weights, "publish", autospec=True, side_effect=ENDS.get(then))
+        late = mock.patch.object(tensorhub.Weights, "publish", publish_late)
         began = time.monotonic()
         try:
             with (
-                refuse if fails_here and then in ENDS else nullcontext(),
+                late if fails_here and then == "late" else nullcontext(),
                 self.publisher.step(version, metadata=said, timeout=timeout),
             ):
-                if fails_here and then not in BEFORE and then not in ENDS:
+                if fails_here and then not in ("said", "late"):
                     self._fail(then, said)
-                if until is not None:
-                    eventually(lambda: os.path.exists(until), "the other rank has closed")
                 self.optimizer.step()
         finally:
             self.took_s = time.monotonic() - began
@@ -181,8 +175,6 @@ class Rank:
     def _fail(self, then, said):
         if then == "die":
             os.kill(os.getpid(), signal.SIGKILL)
-        elif then in ("replace", "replaced"):
-            self.module.scale = self.module.scale.clone()
         elif then in ("say", "said"):
             said["what"] = object()
         elif then == "raise":

@@ -131,17 +131,24 @@ def test_a_driver_that_finds_an_engine_with_a_version_leaves_it_that(server, pub
 ONES = {"w": torch.ones(4, 4), "v": torch.ones(2)}
 
 
-@pytest.mark.parametrize("in_place", [False, True])
+UNFIT = {
+    "lacks": ({"w": torch.ones(4, 4)}, "parameter 'v' cannot be .*: 0 of its 2 elements come from what is published"),
+    "shape": ({**ONES, "w": torch.ones(8, 4)}, r"cannot be followed at 'w' of shape \[8, 4\]"),
+    "more": (
+        {**ONES, "x": torch.ones(3)},
+        r"'x' of shape \[3\] is published, and the engine takes nothing of it.*ignore=",
+    ),
+    "dtype": ({**ONES, "w": torch.ones(4, 4, dtype=torch.int64)}, "'w' is published as int64"),
+}
+OFTEN = (("lacks", True), ("shape", False), ("more", False), ("more", True), ("dtype", False))
+SELDOM = (("lacks", False), ("shape", True), ("dtype", True))
+
+
 @pytest.mark.parametrize(
-    ("tensors", "said"),
-    [
-        ({"w": torch.ones(4, 4)}, "parameter 'v' cannot be .*: 0 of its 2 elements come from what is published"),
-        ({**ONES, "w": torch.ones(8, 4)}, r"cannot be followed at 'w' of shape \[8, 4\]"),
-        ({**ONES, "x": torch.ones(3)}, r"'x' of shape \[3\] is published, and the engine takes nothing of it.*ignore="),
-        ({**ONES, "w": torch.ones(4, 4, dtype=torch.int64)}, "'w' is published as int64"),
-    ],
+    ("kind", "in_place"), [*OFTEN, *(pytest.param(*each, marks=pytest.mark.long) for each in SELDOM)]
 )
-def test_what_does_not_fit_is_refused_by_name_before_it_is_loaded(server, publish, make, in_place, tensors, said):
+def test_what_does_not_fit_is_refused_by_name_before_it_is_loaded(server, publish, make, kind, in_place):
+    tensors, said = UNFIT[kind]
     llm = make(w=(4, 4), v=(2,))
     unfit = publish(1, **tensors)
     with pytest.raises(tensorhub.TensorHubError, match=said):
@@ -166,7 +173,7 @@ def test_what_an_engine_ignores_may_come_later(server, publish, make):
         assert updater.update(timeout=10) == 2
 
 
-@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("in_place", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_what_an_earlier_version_has_computed_is_cleared(server, publish, make, in_place):
     """A NaN in vLLM's cache of keys and values would spoil what a good version computes."""
     publish(1, w=torch.ones(4, 4))

@@ -46,44 +46,6 @@ def halves(name="w"):
 ONE = [({"w": torch.ones(4)}, {})]
 
 
-def test_each_tensor_is_whole_however_it_was_cut(server, publish):
-    full = {
-        "a.rows": torch.arange(35.0).reshape(7, 5),
-        "b.columns": torch.arange(12.0).reshape(2, 6),
-        "c.all": torch.arange(3.0),
-        "d.few": torch.arange(1.0).reshape(1, 1),
-    }
-    cut = {"a.rows": 0, "b.columns": 1, "d.few": 0}
-    publish(1, [shard_of(full, cut, shard) for shard in range(3)], metadata={"step": 1})
-    with Whole("policy", replica="rollout-0", server=server) as whole:
-        assert whole.update() == 1
-        found = dict(whole)
-        assert list(found) == sorted(full)
-        for name, tensor in full.items():
-            assert torch.equal(found[name], tensor), name
-        assert whole.metadata == {"step": 1}
-        counts = {each.name: each.shards for each in tensorhub.connect(server).replicas("policy")}
-        assert counts == {"rollout-0": 1, "trainer": 3}, "one worker, however many published"
-
-
-def shard_of(full, cut, shard):
-    """(tensors, boxes): as torch cuts, so that the last ones have less, or nothing."""
-    tensors, boxes = {}, {}
-    for name, tensor in full.items():
-        if name in cut:
-            start = 0
-            parts = tensor.chunk(3, cut[name])
-            for part in parts[:shard]:
-                start += part.shape[cut[name]]
-            mine = parts[shard] if shard < len(parts) else tensor.narrow(cut[name], 0, 0)
-            at = [start if dim == cut[name] and mine.numel() else 0 for dim in range(tensor.ndim)]
-            boxes[name] = [Box(name, tuple(tensor.shape), tuple(at), tuple(mine.shape))]
-            tensors[name] = mine.contiguous()
-        else:
-            tensors[name] = tensor
-    return tensors, boxes
-
-
 def test_what_was_published_without_boxes_is_refused(server, publish):
     publish(1, [({"w": torch.ones(4)}, None), ({"w": torch.ones(4)}, None)])
     with (
@@ -120,16 +82,6 @@ def test_what_cannot_join_leaves_nothing_behind(server, publish):
     assert whole.update(timeout=30) == 1
     assert torch.equal(dict(whole)["w"], torch.tensor([0.0] * 4 + [1.0] * 4))
     whole.close()
-
-
-def test_tied_tensors_share_memory(server, publish):
-    both = torch.arange(6.0)
-    publish(1, [({"embed": both, "head": both}, {})])
-    with Whole("policy", replica="rollout-0", server=server) as whole:
-        whole.update()
-        found = dict(whole)
-    assert torch.equal(found["head"], both)
-    assert found["head"].data_ptr() == found["embed"].data_ptr()
 
 
 def model(step):
