@@ -72,53 +72,6 @@ def test_unpublish_does_not_wait_for_a_slow_reader_when_there_is_another_holder(
     assert set(received) == {leaving.name, staying.name}
 
 
-def spoil(worker, *, at=0.7):
-    """Change one bit of a tensor in place, as a careless trainer would. Returns the word, to mend it."""
-    index = int(len(worker.memory.words) * at)
-    worker.memory.words[index] ^= 1 << 17
-    return index
-
-
-def test_changed_tensors_are_found_by_check_and_by_readers(start):
-    cluster = start()
-    trainer, reader = cluster.replicas("trainer", "rollout-1")
-    cluster.publish(trainer, 1)
-    trainer.call("check")
-    index = spoil(trainer[1])
-    assert trainer[0].call("check") is None
-    with pytest.raises(tensorhub.NotDrained, match="'mlp'"):
-        trainer[1].call("check")
-    reads = reader.start("replicate", spec="latest", timeout=30)
-    found = [read.outcome() for read in reads]
-    assert all(isinstance(each, tensorhub.TensorHubError) for each in found), found
-    assert any(isinstance(each, tensorhub.CorruptTransfer) for each in found), found
-    assert reader[1].look()["version"] is None
-    with pytest.raises(tensorhub.UsageError, match="poisoned"):
-        reader[1].call("publish", version=2, timeout=5)
-    trainer[1].memory.words[index] ^= 1 << 17
-    trainer.call("check")
-    assert reader.call("replicate", spec="latest") == 1
-    cluster.judge(reader, 1)
-
-
-@pytest.mark.long
-def test_a_reader_of_changed_tensors_is_given_good_ones_by_another_holder(start):
-    cluster = start()
-    (trainer,) = cluster.replicas("trainer", site="here")
-    (holder,) = cluster.replicas("rollout-1", site="there")
-    (reader,) = cluster.replicas("rollout-2", site="here")  # reads from the trainer first
-    cluster.publish(trainer, 1)
-    assert holder.call("replicate", spec="latest") == 1
-    reads = held_midway(cluster, reader)
-    assert cluster.sources("rollout-2") == {0: "trainer", 1: "trainer"}
-    for worker in trainer:
-        worker.memory.words[len(worker.memory.words) // 2 :] = 0  # in mid-transfer, and half of it
-    release(reader)
-    assert [read.result() for read in reads] == [1, 1]
-    cluster.judge(reader, 1)
-    assert set(reader.received()) == {"trainer", "rollout-1"}
-
-
 @pytest.mark.long
 def test_close_ends_by_its_deadline_although_a_reader_stands_still(start):
     """The reader's lease is long, so it might still read. It gets nothing of what the memory becomes."""

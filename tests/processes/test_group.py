@@ -38,32 +38,6 @@ def test_one_shard_is_killed_in_mid_update_and_the_other_is_told_and_tries_again
 
 
 @pytest.mark.long
-def test_one_shard_of_the_trainer_is_killed_while_it_publishes(start):
-    """Nobody may get a version of which one shard was never published; the trainer comes back with a higher one."""
-    cluster = start()
-    trainer, rollout = cluster.replicas("trainer", "rollout-1")
-    cluster.publish(trainer, 1)
-    assert rollout.call("replicate", spec="latest") == 1
-    trainer.call("unpublish")
-    cluster.write(trainer, 2)
-    trainer[1].hold("reading", after=3)  # it hashes its tensors, and stands still
-    calls = trainer.start("publish", version=2, timeout=4)
-    trainer[1].wait_until_held("reading")
-    killed = trainer[1].kill()
-    assert rollout.call("update", spec="latest") == 1
-    with pytest.raises(tensorhub.Unavailable):
-        calls[0].result()
-    took_s = calls[0].ended - killed
-    assert took_s < 5
-    successor = cluster.worker("trainer", 1)
-    whole = Replica("trainer", [trainer[0], successor])
-    cluster.write(whole, 2)
-    assert whole.call("publish", version=2) == 2  # the same number: it never existed
-    assert rollout.call("update", spec="latest") == 2
-    cluster.judge(rollout, 2)
-
-
-@pytest.mark.long
 def test_a_worker_that_was_replaced_while_it_stood_still_does_no_harm(start):
     """SIGSTOP for longer than a lease; meanwhile somebody else becomes that shard. Back again, it is told so."""
     cluster = start()

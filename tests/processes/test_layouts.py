@@ -35,7 +35,7 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("transports", ["tcp", "local"])
+@pytest.mark.parametrize("transports", ["tcp", pytest.param("local", marks=pytest.mark.long)])
 def test_a_trainer_is_killed_while_a_replica_of_another_layout_reads(transports):
     """Whatever it had sent by then, the engine that has the version brings the rest, and no element is wrong."""
     target, started = np.zeros(SHAPE, np.float32), []

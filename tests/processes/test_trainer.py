@@ -9,10 +9,9 @@ pytestmark = pytest.mark.processes
 SAID = {"step": 1, "loss": 0.25, "notes": "é" * 4000}
 
 
-@pytest.mark.parametrize("keep_established", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_one_sigkill_of_the_trainer_loses_no_version_but_its_own(start, keep_established):
+def test_one_sigkill_of_the_trainer_loses_no_version_but_its_own(start):
     """It had just published 2. Both rollouts call update within its lease, and hold what they held, bit for bit."""
-    cluster = start(retain=1, keep_established=keep_established)
+    cluster = start(retain=1, keep_established=True)
     trainer, first, second = cluster.replicas("trainer", "rollout-1", "rollout-2")
     cluster.publish(trainer, 1)
     assert first.call("replicate", spec="latest") == 1
@@ -45,7 +44,6 @@ def test_four_rollouts_go_on_with_what_they_hold_when_the_trainer_is_killed(star
     calls += first.start("update", spec="latest") if not is_midway else []
     assert [call.result() for call in calls] == [1] * len(calls)
     longest_s = max(call.ended - killed for call in calls)
-    print(f"longest stall: {longest_s:.2f} s")
     assert longest_s < cluster.lease_s / 2
     if is_midway:
         release(first)
@@ -57,21 +55,8 @@ def test_four_rollouts_go_on_with_what_they_hold_when_the_trainer_is_killed(star
         assert "keeps version 1: no source of version 2 of policy has answered" in first[0].log
     again = first.start("update", spec="latest")
     assert [call.result() for call in again] == [1]
-    print(f"the next one: {again[0].ended - again[0].asked:.2f} s")
     for rollout in (first, *others):
         cluster.judge(rollout, 1)
-
-
-@pytest.mark.long
-def test_a_trainer_that_closes_at_once_leaves_its_version_with_a_spot_rollout(start):
-    cluster = start(retain=1)
-    (trainer,) = cluster.replicas("trainer")
-    (spot,) = cluster.replicas("rollout-1", reliable=False)
-    cluster.publish(trainer, 1)
-    calls = trainer.start("close", timeout=60)
-    assert [call.result() for call in calls] == [None, None]
-    assert spot.call("replicate", spec="latest", timeout=30) == 1
-    cluster.judge(spot, 1)
 
 
 @pytest.mark.long
