@@ -18,6 +18,7 @@ SIZE_BYTES = 64 * MIB  # smaller ones have come before a source can be killed, a
 replace = msgspec.structs.replace
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_readers_of_a_killed_source_get_the_right_bytes_and_a_page_says_so(tmp_path: Path) -> None:
     write_report(tmp_path, summary_of(good_run()), [], good_run())

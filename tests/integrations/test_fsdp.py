@@ -55,7 +55,8 @@ def test_what_is_published_is_what_the_ranks_hold(start, server, kind, ranks):
     [
         ("raise", "ValueError", True),
         pytest.param("say", "usage", True, marks=pytest.mark.long),
-        ("said", "usage", False),  # the others would wait in the claim, longer than this test may take
+        # the others would wait in the claim, longer than this test may take
+        pytest.param("said", "usage", False, marks=pytest.mark.long),
     ],
 )
 def test_a_rank_raises_in_its_step_or_before_it_and_nothing_is_published(start, server, then, code, begins):

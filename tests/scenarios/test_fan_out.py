@@ -139,7 +139,7 @@ class Fleet:
         return {read.reader.replica: read.source.replica for read in open_reads if not read.is_void}
 
 
-@pytest.mark.parametrize("is_here_first", [False, True])
+@pytest.mark.parametrize("is_here_first", [pytest.param(False, marks=pytest.mark.long), True])
 def test_one_copy_leaves_each_site_also_one_in_which_everybody_has_it(is_here_first: bool) -> None:
     fleet = Fleet(sites=8, workers=4)
     fleet.publish(2)
@@ -182,7 +182,7 @@ class TestARelayIsSlowedInMidTransfer(Slowed):
         ("who", "ways"),
         [
             ("0-1", "sending and receiving"),
-            ("0-4", "sending"),
+            pytest.param("0-4", "sending", marks=pytest.mark.long),
             ("0-7", "receiving"),
             pytest.param("0-1", "sending", marks=pytest.mark.long),
             pytest.param("0-4", "receiving", marks=pytest.mark.long),

@@ -24,6 +24,7 @@ PLANS = sorted((Path(__file__).parent / "plans").glob("*.txt"))
 MAX_LINES = 40
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", PLANS, ids=lambda path: path.stem)
 def test_what_a_plan_once_broke_is_kept(path: Path) -> None:
     text = path.read_text(encoding="utf-8")

@@ -194,6 +194,7 @@ def test_a_source_that_is_filling_sends_what_it_has(make: Make, found: Columns) 
     assert not found.reader.wrong(found.model)
 
 
+@pytest.mark.long
 def test_withdraw_under_load_again_and_again(make: Make, found: Columns) -> None:
     source, reader = make(), make()
     right = found.publisher[0].arrays["w"].copy()
