@@ -120,7 +120,7 @@ def serve(
             say(f"its token is in {access.kept_in}: workers and commands of this user find it by themselves")
             say("on other hosts: copy that file to the same place (mode 600), or set TENSORHUB_TOKEN to what is in it")
         if not fresh:
-            say(f"first it hears the workers that may live, for {settings.lease_s:g} s at most (--fresh skips that)")
+            say(f"where workers may live, it hears them first, for {settings.lease_s:g} s at most (--fresh skips that)")
 
     with log_to_stderr(levels[log.upper()], as_json=log_format == "json"):
         run_server(

@@ -56,7 +56,7 @@ class ServerStarted(_Event, frozen=True, kw_only=True, tag="server_started"):
         if self.journal == "fresh":
             return "server started as the first one: it need not listen"
         if self.journal == "none":
-            return f"server started without a journal: listens for {self.listens_s:.1f} s to all workers that may live"
+            return f"server started, and no journal says who lives: listens for {self.listens_s:.1f} s to all workers"
         text = "server started, with a journal"
         if not self.listens_s:
             return f"{text} by which no worker lives: it need not listen"
