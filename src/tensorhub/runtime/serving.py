@@ -389,8 +389,9 @@ class ServerThread:
 
     def __del__(self) -> None:
         if not sys.is_finalizing() and not getattr(self, "_is_closed", True) and os.getpid() == self._pid:
+            was_alive = self._thread.is_alive()  # it may end as soon as it is told to
             self._life.stop()
-            if self._thread.is_alive():
+            if was_alive:
                 warn_unreferenced(self, repr(self))
 
     def status(self) -> Status:
