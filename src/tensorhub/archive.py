@@ -414,6 +414,8 @@ class _Serving:
         """Serve a version, if one is lacking. Raises what reads and publishes raise."""
         wanted = to_serve(found, [each for each in known if each not in self._corrupt], self._options.site)
         newest = found.newest if found is not None else None
+        if wanted is None or not wanted.forgets:
+            self._alone_since = None
         if wanted is None or not self._may_begin(wanted, newest):
             return
         version = wanted.version
@@ -438,7 +440,6 @@ class _Serving:
     def _may_begin(self, wanted: ToServe, newest: int | None) -> bool:
         """The server did not refuse the same before. Numbers are forgotten only after some time without a holder."""
         if not wanted.forgets:
-            self._alone_since = None
             return self._refused.get(wanted.version, -1) != newest
         if self._alone_since is None:
             self._alone_since = time.monotonic()
@@ -450,12 +451,14 @@ class _Serving:
         """Publish the version, until another replica holds it."""
         if wanted.forgets:
             await aio.View(self._options, loop_thread()).begin_anew(self._model)
-        told = list[str]()
+            self._alone_since = None
+        is_told = False
 
         def tell(_: files.Pushed) -> None:
-            if not told:
-                told.append(f"version {wanted.version} is served")
-                self._on_change(told[0])
+            nonlocal is_told
+            if not is_told:
+                self._on_change(f"version {wanted.version} is served")
+            is_told = True
 
         await files.serve(
             *(self._model, files.Checkpoint(archived.files, None), memory.registration),

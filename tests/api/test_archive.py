@@ -8,11 +8,13 @@ from contextlib import asynccontextmanager
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 import tensorhub
-from tensorhub import aio, archive
+from tensorhub import aio, archive, files
+from tensorhub.protocol.status import ModelView, VersionView
 from tensorhub.runtime.serving import ServerThread
 
 obstore = pytest.importorskip("obstore")
@@ -292,3 +294,17 @@ def test_a_region_with_its_own_server_gets_each_archived_version(tmp_path: Path)
 
     with tensorhub.serve() as server, tensorhub.serve() as region:
         asyncio.run(go(server, region))
+
+
+def test_a_holder_that_comes_back_begins_the_wait_anew(tmp_path: Path) -> None:
+    """Else the next short absence of all workers would forget their numbers at once."""
+    said = list[str]()
+    options = files.options_for_files(server="127.0.0.1:1")
+    store = archive.Store(f"file://{tmp_path}", "policy")
+    serving = archive._Serving("policy", store, "archive", options, said.append, 300.0)
+    gone = ModelView("policy", 1, None, 0, (), (), newest=5)
+    held = msgspec.structs.replace(gone, versions=(VersionView(5, True, True, ("trainer",), ()),))
+    for found in (gone, gone, held, gone):
+        asyncio.run(serving.step(found, [3]))
+    assert len(said) == 2, "the wait was said, and said again"
+    assert "is served in 300 s" in said[1]
