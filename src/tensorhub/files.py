@@ -19,6 +19,7 @@ import contextlib
 import dataclasses
 import fcntl
 import json
+import logging
 import os
 import re
 import time
@@ -58,8 +59,10 @@ from .runtime.config import LoadArguments, Options, check_name, open_options
 from .runtime.content import Known
 from .runtime.loops import in_thread, loop_thread
 from .runtime.opening import open_client
-from .runtime.questions import layouts_of, metadata_of, whole_layout_of
+from .runtime.questions import Laid, layouts_of, metadata_of, whole_layout_of
 from .transport.threads import scope
+
+_log = logging.getLogger(__name__)
 
 # --- Files as plain facts.
 
@@ -476,16 +479,23 @@ async def pull(
     wanted = Wanted(check_name(model, "model"), spec, max_shard_bytes, options_for_files(**where), on_progress)
     part = path.with_name(path.name + PART)
     with _locked(path, part, is_file=is_file):
-        deadline, has_begun = time.monotonic() + timeout, False
+        deadline = time.monotonic() + timeout
+        is_known = has_begun = is_told = False
         while True:
             try:
-                target = await loop_thread().run_here(_target(wanted, part, deadline, is_file=is_file))
+                laid = await loop_thread().run_here(layouts_of(wanted.options, wanted.model, spec, deadline))
+                is_known = True
+                target = await loop_thread().run_here(_target(wanted, laid, part, deadline, is_file=is_file))
                 has_begun = True
                 received_bytes, _ = await loop_thread().run_here(fill(wanted, target, deadline))
                 break
-            except (VersionUnavailable, SourceLost):
-                if not has_begun or time.monotonic() + AGAIN_S >= deadline:
+            except (VersionUnavailable, SourceLost) as error:
+                is_lost = isinstance(error, VersionUnavailable)
+                if not (has_begun or (is_known and is_lost)) or time.monotonic() + AGAIN_S >= deadline:
                     raise
+                if not is_told:
+                    _log.warning("%s; the pull goes on when a worker has it again", error)
+                is_told = True
                 await asyncio.sleep(AGAIN_S)
         await asyncio.to_thread(_finish, target.checkpoint, part, path, is_file)
     names = (path,) if is_file else tuple(path / file.name for file in target.checkpoint.files)
@@ -510,10 +520,9 @@ class Target(NamedTuple):
     registration: Registration
 
 
-async def _target(wanted: Wanted, part: Path, deadline: float, *, is_file: bool) -> Target:
+async def _target(wanted: Wanted, laid: Laid, part: Path, deadline: float, *, is_file: bool) -> Target:
     """The files for that version, mapped. In the worker loop."""
     options, model = wanted.options, wanted.model
-    laid = await layouts_of(options, model, wanted.spec, deadline)
     if not laid.cut_by and len(laid.layouts) > 1:
         text = f"{model} has {len(laid.layouts)} shards, published without boxes: which tensor is whole is not known"
         raise UsageError(text, hint="register with boxes= on the trainer")

@@ -245,14 +245,19 @@ def test_push_ends_once_a_pull_has_all(tmp_path: Path, server: ServerThread) -> 
 
 @pytest.mark.processes
 @pytest.mark.long
-def test_a_push_that_is_killed_under_a_reader_goes_on_under_its_number(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_a_push_that_is_killed_under_a_pull_goes_on_under_its_number(tmp_path: Path, is_begun: bool) -> None:
+    """Also where the pull has asked the server for the layout, and has no metadata of the push yet."""
     make_checkpoint(tmp_path / "there")
-    with tensorhub.serve(lease_s=2.0) as server:
+    with tensorhub.serve(lease_s=5.0) as server:
         pushing = start(server, "push", "policy", str(tmp_path / "there"))
         until(lambda: is_pushed(server), pushing)
-        pushing.send_signal(signal.SIGSTOP)
+        if not is_begun:
+            pushing.send_signal(signal.SIGSTOP)
         pulling = start(server, "pull", "policy", str(tmp_path / "here"))
-        until(lambda: bool(tensorhub.connect(server.address).transfers()), pushing, pulling)
+        until(lambda: len(list(tmp_path.glob("here.part/*.safetensors"))) == 2 * is_begun, pushing, pulling)
+        pushing.send_signal(signal.SIGSTOP)
+        until(lambda: not is_pushed(server), pulling)
         pushing.kill()
         pushing.communicate()
         again = start(server, "push", "policy", str(tmp_path / "there"))
