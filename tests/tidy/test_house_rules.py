@@ -11,9 +11,12 @@ from .purity import is_pure, purity_violations
 from .shape import c_files, c_violations, shape_violations
 from .sources import ROOT, Source, sources
 
-SRC = sources("src")
-SIM = sources("tests/sim")
-TESTS = sources("tests")
+pytestmark = pytest.mark.xdist_group("house")  # one process parses the files, and none does for others' tests
+
+
+def pure() -> list[Source]:
+    """What must be pure: core and simulator."""
+    return [source for folder in ("src", "tests/sim") for source in sources(folder) if is_pure(source)]
 
 
 def none_of(violations: Iterable[str]) -> None:
@@ -28,20 +31,20 @@ def none_in(files: Sequence[Source], *rules: Callable[[Source], Iterable[str]]) 
 
 
 def test_imports_run_one_way() -> None:
-    none_in(SRC, layer_violations)
-    none_in([source for source in SIM if is_pure(source)], layer_violations)
+    none_in(sources("src"), layer_violations)
+    none_in(pure(), layer_violations)
 
 
 def test_imports_of_the_machines_run_in_no_circle() -> None:
-    none_of(circle_imports([source for source in SRC if is_pure(source)]))
+    none_of(circle_imports([source for source in sources("src") if is_pure(source)]))
 
 
 def test_core_and_simulator_are_pure() -> None:
-    none_in([source for source in (*SRC, *SIM) if is_pure(source)], purity_violations)
+    none_in(pure(), purity_violations)
 
 
 def test_files_and_functions_are_short_and_documented() -> None:
-    none_in(SRC, shape_violations)
+    none_in(sources("src"), shape_violations)
 
 
 def test_c_files_and_functions_are_short_and_documented() -> None:
@@ -49,19 +52,19 @@ def test_c_files_and_functions_are_short_and_documented() -> None:
 
 
 def test_received_bytes_are_never_run() -> None:
-    none_in(SRC, unsafe_violations)
+    none_in(sources("src"), unsafe_violations)
 
 
 def test_no_rule_is_silenced_without_a_reason() -> None:
-    none_in(SRC, noqa_violations)
+    none_in(sources("src"), noqa_violations)
 
 
 def test_no_frame_keeps_its_own_error() -> None:
-    none_in(SRC, circle_violations)
+    none_in(sources("src"), circle_violations)
 
 
 def test_tests_wait_for_conditions() -> None:
-    none_in(TESTS, sleep_violations)
+    none_in(sources("tests"), sleep_violations)
 
 
 def test_every_folder_is_a_known_layer() -> None:
