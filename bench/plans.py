@@ -143,7 +143,7 @@ def _measure(case: Case) -> Costs:
     costs.sizes["peak"] = _peak() - before
     costs.sizes["manifest"] = len(manifest.encode())
     costs.sizes["read"] = int(plan.size_bytes.sum())
-    costs.counts |= {"tiles of the reader": len(tiles), "copies": len(plan.copies), "runs": plan.copies.run_count}
+    costs.counts |= {"tiles of the reader": len(tiles), "copies": len(plan.copies)}
     return costs
 
 
