@@ -270,7 +270,7 @@ def test_a_server_that_lets_everybody_in_says_so_once(tmp_path: Path, monkeypatc
         assert tensorhub.connect(f"127.0.0.1:{address.rpartition(':')[2]}").models() == []
         program.terminate()
         _, err = program.communicate(timeout=60)
-    assert err.count("this server is insecure: everybody who reaches") == 1
+    assert err.count("this server is insecure: any client that reaches") == 1
     assert not (tmp_path / "state" / "token").exists()
 
 

@@ -11,10 +11,12 @@ not given again.
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import tensorhub
-from tensorhub import SessionLost, TransferError, Unavailable
+from tensorhub import SessionLost, TransferError, Unavailable, VersionConflict
 from tensorhub.runtime.config import server_settings
 from tensorhub.runtime.serving import run_server
 
@@ -131,7 +133,7 @@ class Trainer(Worker):
             self.log.write(Began(time=now(), process=task.name, step=step))
             self.compute()
             computed = time.monotonic()
-            with self.hub.mutating(version=version, metadata={"step": step}):
+            with self.writing(version, step):
                 self.content.step(step)
             publish_s = time.monotonic() - computed
             self.log.write(Done(time=now(), process=task.name, step=step, version=version, publish_s=publish_s))
@@ -143,6 +145,21 @@ class Trainer(Worker):
         self.tell_held(step, version - 1, "steps", is_first=False)
         inbox.end()
         self.end()
+
+    @contextmanager
+    def writing(self, version: int, step: int) -> Iterator[None]:
+        """Make a version. Waits for the writer's place, which a killed trainer with another name keeps for a lease."""
+        deadline = time.monotonic() + PATIENCE_S
+        with ExitStack() as stack:
+            while True:
+                try:
+                    stack.enter_context(self.hub.mutating(version=version, metadata={"step": step}))
+                    break
+                except VersionConflict:
+                    if time.monotonic() > deadline:
+                        raise
+                    time.sleep(RETRY_S)
+            yield
 
     def begin(self) -> tuple[int, int]:
         """With the checkpoint file, else with the seed's weights. Returns the step, and the next version's number."""
