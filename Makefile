@@ -36,8 +36,8 @@ demo-vllm: ## the demo with vLLM and FSDP2, on the CPU: minutes, and gigabytes t
 	@PYTHON='$(PYTHON)' tools/env vllm
 	@.envs/vllm/bin/python -m bench.demo --engine vllm $(ARGS)
 
-test: setup ## what CI runs: every promise once, in about eight minutes on two cores (ARGS="-n0": in one process)
-	@echo "test: house rules, units, scenarios, simulation, then real processes (about eight minutes on two cores)"
+test: setup ## what CI runs: every promise once, in about seven minutes on two cores (ARGS="-n0": in one process)
+	@echo "test: house rules, units, scenarios, simulation, then real processes (about seven minutes on two cores)"
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS)
 
 test-all: setup ## what a release needs: tests marked long too, then seeds, single faults, and broken cores
