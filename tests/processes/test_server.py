@@ -38,7 +38,7 @@ def test_the_server_is_killed_in_mid_transfer_and_the_transfer_ends_without_it(s
     ("fate", "lease_s"),
     [
         ("whole", 60),
-        ("gone", 4),
+        pytest.param("gone", 4, marks=pytest.mark.long),
         pytest.param("torn", 4, marks=pytest.mark.long),
         pytest.param("old", 4, marks=pytest.mark.long),
     ],

@@ -78,6 +78,7 @@ def test_a_rollout_that_is_killed_is_waited_for_until_its_lease_ends(start):
     assert took_s < cluster.lease_s + 2.0
 
 
+@pytest.mark.long
 def test_a_trainer_that_is_killed_goes_on_above_what_it_had_claimed(start):
     """It dies between unpublish and publish, and the server with it; it is filled again, and asks for its number."""
     cluster = start(lease_s=3)
