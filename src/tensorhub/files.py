@@ -480,18 +480,18 @@ async def pull(
     part = path.with_name(path.name + PART)
     with _locked(path, part, is_file=is_file):
         deadline = time.monotonic() + timeout
-        is_known = has_begun = is_told = False
+        has_layout = has_begun = is_told = False
         while True:
             try:
                 laid = await loop_thread().run_here(layouts_of(wanted.options, wanted.model, spec, deadline))
-                is_known = True
+                has_layout = True
                 target = await loop_thread().run_here(_target(wanted, laid, part, deadline, is_file=is_file))
                 has_begun = True
                 received_bytes, _ = await loop_thread().run_here(fill(wanted, target, deadline))
                 break
             except (VersionUnavailable, SourceLost) as error:
-                is_lost = isinstance(error, VersionUnavailable)
-                if not (has_begun or (is_known and is_lost)) or time.monotonic() + AGAIN_S >= deadline:
+                may_come_back = has_begun or (has_layout and isinstance(error, VersionUnavailable))
+                if not may_come_back or time.monotonic() + AGAIN_S >= deadline:
                     raise
                 if not is_told:
                     _log.warning("%s; the pull goes on when a worker has it again", error)

@@ -248,7 +248,7 @@ def test_push_ends_once_a_pull_has_all(tmp_path: Path, server: ServerThread) -> 
 @pytest.mark.parametrize("is_begun", [False, True])
 def test_a_push_that_is_killed_under_a_pull_goes_on_under_its_number(tmp_path: Path, is_begun: bool) -> None:
     """Also where the pull has asked the server for the layout, and has no metadata of the push yet."""
-    make_checkpoint(tmp_path / "there")
+    make_checkpoint(tmp_path / "there", rows=4_000)  # 50 MiB: it is stopped before all was read
     with tensorhub.serve(lease_s=5.0) as server:
         pushing = start(server, "push", "policy", str(tmp_path / "there"))
         until(lambda: is_pushed(server), pushing)

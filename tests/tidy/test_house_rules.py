@@ -11,7 +11,7 @@ from .purity import is_pure, purity_violations
 from .shape import c_files, c_violations, shape_violations
 from .sources import ROOT, Source, sources
 
-pytestmark = pytest.mark.xdist_group("house")  # one process parses the files, and none does for others' tests
+pytestmark = pytest.mark.xdist_group("house")  # one process parses the sources, once
 
 
 def pure() -> list[Source]:
