@@ -35,7 +35,6 @@ def _hello(index: int) -> Hello:
         life=f"life-{index}",
         endpoints=(f"tcp://10.0.0.1:{1000 + index}",),
         host=f"host-{index}",
-        token=own_token(),
     )
 
 
@@ -82,7 +81,7 @@ async def _converse(
 ) -> int:
     """One worker. Returns how many of its reports were answered while it counted."""
     async with http.ws_connect(f"http://{address}/v1/session", max_msg_size=1 << 20) as line:
-        await line.send_bytes(encode(_hello(index)))
+        await line.send_bytes(encode(replace(_hello(index), token=own_token())))  # the server has made one by now
         await line.send_bytes(encode(LayoutInfo.of(LAYOUT)))
         reports = _reports(0)
         session = await _answered(line, next(reports))
