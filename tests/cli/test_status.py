@@ -89,12 +89,12 @@ def busy(done: int = 32) -> Status:
     )
     model = ModelView("policy", 2, 7, 512 * MIB, (latest, gone), replicas)
     reads = (transfer(0, done), transfer(1, 1, is_void=True, source="trainer"))
-    return Status("tensorhub/6", 192.4, 0.0, (model,), reads, {"workers": 7})
+    return Status("tensorhub/7", 192.4, 0.0, (model,), reads, {"workers": 7})
 
 
 def quiet(recovering_s: float = 0.0) -> Status:
     """Nobody is there."""
-    return Status("tensorhub/6", 1.0, recovering_s, (), (), {})
+    return Status("tensorhub/7", 1.0, recovering_s, (), (), {})
 
 
 UNFOLDED = 400  # columns in which no cell is folded
@@ -118,7 +118,7 @@ def words(text: str) -> str:
 def job(*replicas: ReplicaView, reads: tuple[Transfer, ...] = (), versions: tuple[VersionView, ...] = ()) -> Status:
     """One model, of which version 7 is the latest."""
     model = ModelView("policy", max(each.shards for each in replicas), 7, 512 * MIB, versions, replicas)
-    return Status("tensorhub/6", 192.4, 0.0, (model,), reads, {})
+    return Status("tensorhub/7", 192.4, 0.0, (model,), reads, {})
 
 
 READING = {"transport": "tcp", "path": "4 streams", "rate_bytes_per_s": 3 << 30, "why": "local: it is on another host"}

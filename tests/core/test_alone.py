@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from tensorhub.protocol.messages import Answer, Failure, Holding, Poisoned, Vacated
+from tensorhub.protocol.messages import PUBLISHED, Answer, Failure, Holding, Poisoned, Step, Vacated, Withdrawing
 from tensorhub.protocol.names import Digest, Number, Version
 from tensorhub.worker import events
 
@@ -67,6 +67,24 @@ def test_a_number_that_is_not_above_all_that_the_worker_knows_is_refused() -> No
     assert it.ended()[1:] == [None, 3, None, 4]
 
 
+def has_published_alone() -> Writer:
+    """Version 3, when a server is back."""
+    it = Writer.made()
+    it.tell(events.Disconnected())
+    it.waits(ALONE_S)
+    it.trains(3)
+    it.tell(events.Connected())
+    return it
+
+
+def is_judged(it: Writer, number: int, **how: object) -> None:
+    step = it.worker.state.step
+    assert step is not None
+    assert step.publish is not None
+    judged = Answer(step.publish.number, **how)  # type: ignore[arg-type]
+    it.tell(events.Received(replace(orders(number, judged=judged), acknowledged=it.worker.reported)))
+
+
 @pytest.mark.parametrize(
     ("code", "buffer"),
     [
@@ -75,33 +93,30 @@ def test_a_number_that_is_not_above_all_that_the_worker_knows_is_refused() -> No
     ],
 )
 def test_what_the_server_refuses_later_is_no_version(code: str, buffer: object) -> None:
-    it = Writer.made()
-    it.tell(events.Disconnected())
-    it.waits(ALONE_S)
-    it.trains(3)
-    it.tell(events.Connected())
-    call = it.worker.state.call
-    assert call is not None
-    assert call.is_returned
-    answer = Answer(call.number or 0, error=Failure(code, "it says why"))
-    it.tell(events.Received(replace(orders(9, answer=answer), acknowledged=it.worker.reported)))
+    it = has_published_alone()
+    is_judged(it, 9, error=Failure(code, "it says why"))
     assert it.worker.buffer == buffer
-    assert it.worker.call is None
+    assert it.worker.state.step == Step(alone=3)
     assert it.errors == []
     assert any(isinstance(each, events.Warn) and "is no version" in each.text for each in it.wanted)
 
 
-def test_a_call_that_waits_for_the_publish_before_it_ends_by_its_deadline() -> None:
-    it = Writer.made()
-    it.tell(events.Disconnected())
-    it.waits(ALONE_S)
-    it.trains(3)
-    it.tell(events.Connected())
+def test_what_the_server_accepts_later_gets_its_epoch_and_is_a_version() -> None:
+    it = has_published_alone()
+    is_judged(it, 9, version=Version(3), epoch=Number(8))
+    assert it.worker.buffer == Holding(Version(3), ROOT, True, Number(8), is_pending=True)
+    is_judged(it, 10, version=Version(3), epoch=Number(8), finished=True)
+    assert it.worker.buffer == Holding(Version(3), ROOT, True, Number(8))
+    assert it.worker.state.step == Step(Version(3), PUBLISHED, Writer.epoch, alone=3)
+
+
+def test_it_is_judged_also_while_the_next_call_withdraws_it() -> None:
+    it = has_published_alone()
     it.tell(events.Received(replace(orders(9), acknowledged=it.worker.reported)))
-    it.tell(events.Called("unpublish", "", it.now + 2.0))
-    it.waits(it.now + 2.0)
-    assert it.errors == ["deadline-exceeded"]
-    assert it.worker.held == 3
+    it.tell(events.Called("unpublish", "", it.now + 60))
+    assert isinstance(it.worker.buffer, Withdrawing)
+    is_judged(it, 10, version=Version(3), epoch=Number(8), finished=True)
+    assert it.worker.buffer == Withdrawing(Version(3), ROOT, True, Number(8))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from tensorhub.protocol.messages import (
     Reading,
     Report,
     Source,
+    Step,
     TicketFailure,
 )
 from tensorhub.protocol.names import Digest, Number, Ticket, Version, WorkerId
@@ -77,7 +78,7 @@ CHANGES: dict[str, Any] = {
     "call": CallReport(1, "replicate", 1),
     "ended": 1,
     "finished": 1,
-    "alone": 1,
+    "step": Step(ONE),
     "reading": Reading(Ticket(1), (Source(TRAINER),), ONE),
     "newest": ONE,
     "failures": (TicketFailure(Ticket(1), TRAINER, "source-lost", "reset"),),

@@ -817,8 +817,18 @@ MUTANTS = (
     ),
     Mutant(
         "one shard waits for ever in a call that another has ended without the server",
-        "        if reported.number <= self.alone and (call is None or not call.is_finished):\n",
-        "        if False:\n",
+        "    place = place_of(call, held)\n    if place > come.place:\n",
+        "    place = place_of(call, held)\n    if place:\n",
+    ),
+    Mutant(
+        "a shard that was started again waits for one that is past its unpublish",
+        "        is_past = is_behind and (come.done != PUBLISHED or stands)\n",
+        "        is_past = False\n",
+    ),
+    Mutant(
+        "a shard that has not heard how its publish ended waits for the others",
+        "        if record.exists and record.epoch == buffer.epoch:\n            return Answer(",
+        "        if False:\n            return Answer(",
     ),
     Mutant(
         "shards keep different versions without the server",
@@ -827,7 +837,7 @@ MUTANTS = (
     ),
     Mutant(
         "what was published alone is still held when it is refused",
-        '        if failure.code == "version-conflict" and isinstance(worker.buffer, Holding):\n',
+        '        if why.code == "version-conflict" and isinstance(buffer, Holding) and buffer.version == version:\n',
         "        if False:\n",
     ),
 )

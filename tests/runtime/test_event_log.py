@@ -48,7 +48,7 @@ def test_a_reader_goes_on_after_a_restart_and_after_one_with_lower_numbers() -> 
 
 
 def hello(replica: str = "r") -> Hello:
-    return Hello("tensorhub/6", ModelName("m"), ReplicaName(replica), Shard(0), 1, "life")
+    return Hello("tensorhub/7", ModelName("m"), ReplicaName(replica), Shard(0), 1, "life")
 
 
 def test_clients_without_a_right_token_do_not_fill_the_list() -> None:

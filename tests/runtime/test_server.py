@@ -92,7 +92,7 @@ BAD_CONVERSATIONS = {
     "a bad version to fetch ahead": [encode(hello()), encode(Report(1, prefetch="x"))],
     "prefetched to fetch ahead": [encode(hello()), encode(Report(1, prefetch="prefetched"))],
     "orders": [encode(Orders(1, 1, 1, 1.0, 1.0, 1.0))],
-    "wrong protocol": [encode(hello()).replace(b"tensorhub/6", b"tensorhub/9")],
+    "wrong protocol": [encode(hello()).replace(b"tensorhub/7", b"tensorhub/9")],
     "garbage after a hello": [encode(hello()), b"\xff\xff"],
 }
 
@@ -358,7 +358,7 @@ def test_status_is_json_and_questions_that_make_no_sense_are_bad_requests(server
     status, body = get(server.address, "/v1/status")
     seen = json.loads(body)
     assert status == 200
-    assert seen["protocol"] == "tensorhub/6"
+    assert seen["protocol"] == "tensorhub/7"
     assert [model["name"] for model in seen["models"]] == ["witness"]
     assert json.loads(get(server.address, "/v1/status?model=other")[1])["models"] == []
     assert get(server.address, "/v1/wait")[0] == 400

@@ -41,7 +41,7 @@ def run_script(text: str) -> str:
         if not line or line.startswith("#"):
             continue
         try:
-            _run(stage, line)
+            run_line(stage, line)
             stage.pump()
         except (AssertionError, ValueError, KeyError, IndexError) as error:
             raise ScriptError(f"line {number}: {line!r}: {error}") from error
@@ -51,11 +51,11 @@ def run_script(text: str) -> str:
     return "\n".join(written) + "\n"
 
 
-def _run(stage: Stage, line: str) -> None:
+def run_line(stage: Stage, line: str) -> None:
     words = line.split()
     if words[0] == "quietly":
         with stage.quietly():
-            _run(stage, line.removeprefix("quietly").strip())
+            run_line(stage, line.removeprefix("quietly").strip())
             stage.pump()
         return
     if words[0] not in COMMANDS:

@@ -236,8 +236,8 @@ def answer_text(answer: Answer) -> str:
     version = "" if answer.version is None else f" is version {answer.version}"
     if answer.instead:
         return f"call {answer.number} is over, call {answer.instead} instead"
-    if answer.alone:
-        return f"call {answer.number} was ended alone by another shard"
+    if answer.past is not None:
+        return f"call {answer.number} is behind another shard"
     if answer.error is not None:
         return f"call {answer.number}{version} FAILED: {answer.error.code}"
     if answer.finished:

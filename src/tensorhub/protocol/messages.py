@@ -16,7 +16,7 @@ from .errors import TensorHubError, UsageError, shortened
 from .manifest import Layout, decode_layout, digest_of_boxed, digest_of_layout
 from .names import Digest, ModelName, Number, ReplicaName, Shard, Ticket, Version, WorkerId
 
-PROTOCOL = "tensorhub/6"
+PROTOCOL = "tensorhub/7"
 MAX_REPORT_BYTES = 64 * 1024  # a report: bounded texts; 100 for each source of a read
 MAX_LAYOUT_BYTES = 16 * 1024 * 1024  # about 150,000 tensors
 MAX_TEXT = 2_000  # characters of an error's message on the wire
@@ -205,6 +205,28 @@ class CallReport(_Message, frozen=True):
     hash_s: float = 0.0  # of a publish: that hashing the tensors took
 
 
+CLAIMED, PUBLISHED, UNPUBLISHED = range(3)
+
+
+class Step(_Message, frozen=True):
+    """How far a shard has come as one of a writer: the last such call of it that has ended well.
+
+    `epoch`: the report's `writes` then. `alone`: the position of its last call that has ended without the server.
+    `publish`: a publish that has ended so. The server judges that when all shards of the replica hold the version.
+    """
+
+    version: Version | None = None
+    done: int = 0  # its number is claimed; 1: it is published; 2: it is unpublished
+    epoch: Number = Number(0)
+    alone: int = 0
+    publish: CallReport | None = None
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Steps of one replica in order."""
+        return (self.version, self.done) if self.version is not None else (-1, CLAIMED)
+
+
 class Source(_Message, frozen=True, array_like=True):
     """A worker that is read from: its buffer, or its host copy. A report names no more than that."""
 
@@ -285,9 +307,8 @@ class Report(_Message, frozen=True, tag="report"):
     """How things are at this worker.
 
     `ended` is the position of the last call that ended here (`missed`: why it was never made), `finished` that of the
-    last one that ended well, `alone` that of the last one that ended without the server. A publish that its caller has
-    left without the server goes on as `call` until a server has answered it. `writes` is the highest epoch or lease
-    that this worker was given as the writer of its model: of two replicas the one with the higher number is the writer.
+    last one that ended well. `writes` is the highest epoch or lease that this worker was given as the writer of its
+    model: of two replicas the one with the higher number is the writer.
     `closing`: close() was called, and nothing that it holds can be relied on. `stops`: no peer reads from its buffer
     any more, and it stops serving it. `can_box`: it registered whole tensors without boxes, and takes them as boxes
     where others need that.
@@ -302,7 +323,7 @@ class Report(_Message, frozen=True, tag="report"):
     call: CallReport | None = None
     ended: int = 0
     finished: int = 0
-    alone: int = 0
+    step: Step | None = None
     reading: Reading | None = None
     closed: Ticket = Ticket(0)  # no ticket up to this one is being read any more
     newest: Version | None = None  # ever heard of: with it `latest` survives a restart of the server
@@ -361,7 +382,7 @@ class Answer(_Message, frozen=True):
 
     `waiting` of a finished one: why an update has kept what was held. Its version is that one, whatever it was before.
     `instead`: its position was over before this shard came to it; if nothing was resolved it goes on there, no error.
-    `alone`: another shard has ended it without the server, and this one ends it by itself, too.
+    `past`: another shard of the writer is past it, and how far. This one ends it by itself, too.
     `epoch`: of a publish, that of its version; of a claim, the number of the writer's lease.
     """
 
@@ -372,7 +393,7 @@ class Answer(_Message, frozen=True):
     waiting: Failure | None = None
     instead: int = 0
     epoch: Number = Number(0)
-    alone: bool = False
+    past: Step | None = None
 
 
 class Orders(_Message, frozen=True, tag="orders"):
@@ -401,6 +422,7 @@ class Orders(_Message, frozen=True, tag="orders"):
     release: tuple[int, ...] = ()
     newest_epoch: Number = Number(0)
     superseded: Number = Number(0)
+    judged: Answer | None = None  # what became of the publish that the worker has ended without the server
     report_at_once: bool = False  # say at once that this is known
     box: bool = False
 

@@ -33,6 +33,7 @@ from ..protocol.messages import (
     Refusal,
     Report,
     Spec,
+    Step,
     ToServer,
     ToWorker,
     parse_spec,
@@ -114,7 +115,11 @@ def _nonsense_of(message: ToServer) -> str:
                 return "too long words about its read"
             if reading is not None and not 0 < len(reading.sources) <= MAX_READ_SOURCES:
                 return "no source of its read, or too many"
-            return _nonsense_of_wish(message.prefetch) or _nonsense_of_call(message.call)
+            step = message.step or Step()
+            publish = step.publish
+            if publish is not None and (publish.verb, publish.spec) != ("publish", step.version):
+                return "a step that is not its publish"
+            return _nonsense_of_wish(message.prefetch) or _nonsense_of_call(message.call) or _nonsense_of_call(publish)
     return ""
 
 

@@ -104,7 +104,8 @@ def why_odd(hello: Hello, report: Report, *, is_ours: bool) -> Refusal | None:
     shown = report.copies if isinstance(report.buffer, Empty) else (report.buffer, *report.copies)
     read = [each.version for each in (*shown, report.reading) if each is not None]
     resolved = report.call.resolved if report.call is not None else None
-    highest = max([each for each in (*read, report.newest, resolved) if each is not None], default=0)
+    come = report.step.version if report.step is not None else None
+    highest = max([each for each in (*read, report.newest, resolved, come) if each is not None], default=0)
     if highest <= 2 * MAX_FIRST_VERSION:
         return None
     text = f"{hello.worker} shows version {highest} of {hello.model}, and no number so high was published"
@@ -267,6 +268,8 @@ def forget_numbers(state: State, name: ModelName) -> ForgetView:
         return ForgetView(failure=failure)
     forgotten = model.newest
     model.forget_numbers(state.next_number())
+    for replica in model.replicas.values():
+        replica.forget_steps()
     state.journal.append(Anew(name, model.began))
     state.mark_everyone_dirty(model)
     if forgotten is not None:

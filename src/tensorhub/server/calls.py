@@ -3,15 +3,23 @@
 from collections.abc import Iterable
 from math import ceil, inf
 
+from msgspec.structs import replace
+
 from ..protocol import events
 from ..protocol.messages import (
+    CLAIMED,
     PREFETCHED,
+    PUBLISHED,
+    Answer,
+    CallReport,
     Empty,
     Failure,
     Filling,
     Holding,
     Poisoned,
+    Report,
     Spec,
+    Step,
     TicketFailure,
     Vacated,
     Withdrawing,
@@ -21,9 +29,9 @@ from ..protocol.status import HeldView
 from . import admission, apply, content, layouts, retention, slow
 from . import reads as across
 from . import state as facts
-from .groups import GroupCall, Replica, some_shards
+from .groups import GroupCall, Replica, place_of, some_shards
 from .journal import Published
-from .members import NEWS, LayoutKey, Member, version_in
+from .members import NEWS, WHOLE, LayoutKey, Member, held_in, version_in
 from .state import State
 from .versions import Model, VersionRecord
 
@@ -230,7 +238,8 @@ def _finish(state: State, model: Model, replica: Replica, call: GroupCall) -> No
 
 def _published(state: State, model: Model, replica: Replica, record: VersionRecord) -> events.Published:
     reports = [state.known(worker).report for worker in replica.members.values()]
-    hash_s = max((each.call.hash_s for each in reports if each.call is not None), default=0.0)
+    publishes = [publish_of(each) for each in reports]
+    hash_s = max((each.hash_s for each in publishes if each is not None), default=0.0)
     size_bytes = sum(each.size_bytes for each in reports)
     return events.Published(
         model=model.name, replica=replica.name, version=record.version, size_bytes=size_bytes, hash_s=hash_s
@@ -338,6 +347,46 @@ def _is_done(state: State, replica: Replica, call: GroupCall) -> bool:
     return True
 
 
+# --- calls that a shard ends by itself --------------------------------------------------------------------------------
+
+
+def own_answer(state: State, model: Model, replica: Replica, member: Member) -> Answer | None:
+    """The answer to a call of this shard that is not, or not any more, one of the whole replica."""
+    call, buffer = member.report.call, member.content.buffer
+    assert call is not None
+    group = replica.find(call.number)
+    if group is not None and group.is_finished:
+        return None
+    if call.verb == "publish" and isinstance(buffer, WHOLE) and buffer.version == call.spec:
+        record = model.look_up(buffer.version)
+        if record.exists and record.epoch == buffer.epoch:
+            return Answer(call.number, record.version, finished=True, epoch=record.epoch)
+    past = passed_by(state, model, replica, member, call)
+    return Answer(call.number, past=replace(past, publish=None)) if past is not None else None
+
+
+def passed_by(state: State, model: Model, replica: Replica, member: Member, call: CallReport) -> Step | None:
+    """How far a shard has come that is past this call of its sibling. None: the call is one of the whole replica."""
+    if call.verb in facts.FILLS:
+        return Step(alone=replica.alone) if call.verb == "update" and call.number <= replica.alone else None
+    come, own, held = replica.come, replica.steps.get(member.shard, Step()), held_in(member.report.buffer)
+    if come is None:
+        return None
+    is_behind, stands = own.place < come.place, come.publish is not None
+    if call.verb == "unpublish" and call.claim is None and held is None:
+        is_past = is_behind and (come.done != PUBLISHED or stands)
+        return come if is_past and not replica.is_there(call, come.place) else None
+    place = place_of(call, held)
+    if place > come.place:
+        return None
+    if call.verb == "publish":
+        is_judged = model.newest is not None and place[0] <= model.newest
+        return come if not is_judged and (is_behind or stands) else None
+    if call.claim is not None:
+        return come if admission.why_not_writer(state, model, replica) is None else None
+    return come if is_behind else None
+
+
 # --- publish ----------------------------------------------------------------------------------------------------------
 
 
@@ -368,7 +417,76 @@ def _advance_publish(state: State, model: Model, replica: Replica, call: GroupCa
 def _former_of(state: State, replica: Replica) -> Digest:
     """What a replica of one shard says that it published before under that number, without boxes."""
     member = state.members.get(replica.members[Shard(0)]) if replica.shards == 1 else None
-    return member.report.call.former if member is not None and member.report.call is not None else Digest("")
+    publish = publish_of(member.report) if member is not None else None
+    return publish.former if publish is not None else Digest("")
+
+
+def publish_of(report: Report) -> CallReport | None:
+    """The publish that the worker is in, or else the one that it has ended without the server."""
+    if report.call is not None and report.call.verb == "publish":
+        return report.call
+    return report.step.publish if report.step is not None else None
+
+
+def judge(state: State, model: Model, replica: Replica) -> bool:
+    """Judge what was published without the server. Returns whether there is news of it.
+
+    It is a version when all shards hold it. It is none if another replica is the writer by now.
+    """
+    former = replica.standing
+    if not replica.unjudged and former is None:
+        return False
+    call = replica.standing = _ended_alone(state, replica)
+    if former is not None and call is not former:
+        apply.release(state, model, former, replica)
+    if call is None or call.is_over:
+        return False
+    was_resolved, call.waiting = call.is_resolved_here, None
+    if len(call.arrived) == replica.shards:
+        _advance_publish(state, model, replica, call)
+    elif not model.is_listening and (conflict := admission.why_not_writer(state, model, replica)) is not None:
+        _refuse(state, model, replica, call, conflict)
+    if call.is_resolved_here and not call.is_over and _has_epoch(state, replica, call):
+        _finish(state, model, replica, call)
+    if call.is_over:
+        apply.release(state, model, call, replica)
+    return call.is_over or call.is_resolved_here != was_resolved
+
+
+def _ended_alone(state: State, replica: Replica) -> GroupCall | None:
+    """The newest publish that shards have ended without the server and hold, as one call of all of these."""
+    found: dict[Shard, CallReport] = {}
+    for shard, publish in replica.unjudged.items():
+        member = state.members.get(replica.members[shard])
+        if member is not None and publish.spec == held_in(member.report.buffer):
+            found[shard] = publish
+    if not found:
+        return None
+    one = max(found.values(), key=lambda each: int(each.spec))
+    call = GroupCall(0, one.verb, one.spec, state.now, metadata=one.metadata)
+    for shard, publish in found.items():
+        if call.is_same(publish):
+            call.arrived[shard], call.grids[shard] = publish.root, publish.grid
+            if publish.resolved is not None:
+                call.version, call.epoch = publish.resolved, publish.epoch
+    former = replica.standing
+    is_known = former is not None and former.is_same(one)
+    if former is not None and is_known and (former.arrived == call.arrived or _is_told(former, call)):
+        return former
+    return call
+
+
+def _is_told(former: GroupCall, call: GroupCall) -> bool:
+    """It is over, and some of its shards have heard so."""
+    return former.is_over and call.arrived.items() <= former.arrived.items()
+
+
+def _has_epoch(state: State, replica: Replica, call: GroupCall) -> bool:
+    """All shards hold the version with the epoch that the server gave it."""
+    members = [state.members.get(worker) for worker in replica.members.values()]
+    buffers = [member.content.buffer for member in members if member is not None]
+    whole = [each for each in buffers if isinstance(each, WHOLE)]
+    return [(each.version, each.epoch) for each in whole] == [(call.version, call.epoch)] * replica.shards
 
 
 def _advance_claim(state: State, model: Model, replica: Replica, call: GroupCall, version: Version) -> None:
@@ -638,7 +756,7 @@ def _may_bring(state: State, record: VersionRecord, member: Member, worker: Work
 
 
 # --- The number with which a trainer that was started again goes on: the lowest above every number that was ever
-# taken.
+# taken. A shard of several goes on with the number that its siblings have published without it.
 
 
 def next_version(state: State, name: ModelName) -> Version | None:
@@ -646,7 +764,14 @@ def next_version(state: State, name: ModelName) -> Version | None:
     model = state.models.get(name)
     if state.is_untold if model is None else model.is_listening:
         return None
-    return Version(0 if model is None or model.newest is None else model.newest + 1)
+    if model is None:
+        return Version(0)
+    taken = [-1 if model.newest is None else model.newest]
+    for replica in model.replicas.values():
+        come = replica.come
+        if come is not None and come.version is not None and come.done != CLAIMED:
+            taken.append(come.version - (come.publish is not None))
+    return Version(max(taken) + 1)
 
 
 # --- How many replicas hold a version by now: back-pressure for a trainer that must not run ahead of its rollouts.

@@ -16,7 +16,10 @@ Its siblings may have ended calls of which it has not heard, so that number can 
   wrong (`GroupMismatch`); else one of them was put there, and all may try again (`GroupIncomplete`).
 - A shard that was in a call with others, or waited for them, when it failed hears so. A shard that waited for one that
   had already been past it has come late.
-- A shard may end a call without the server. The others end the calls up to that position by themselves, too.
+- A writer's calls are in order: it claims a number, publishes that version, and unpublishes it. A shard may be past a
+  call that a sibling still makes: it ended that without the server, or the sibling has not heard how it ended, or was
+  started again. Then the sibling ends it by itself, too (`calls.passed_by`). The same holds for the position of an
+  update that a shard has ended without the server.
 - A shard that could not make its call leaves all that were in theirs by then, also one that has come to a position that
   is over and is on its way to the next one: those hear so too, and do not wait there for that shard once more.
 """
@@ -24,7 +27,7 @@ Its siblings may have ended calls of which it has not heard, so that number can 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..protocol.messages import Answer, CallReport, Failure, Spec, call_text
+from ..protocol.messages import CLAIMED, PUBLISHED, UNPUBLISHED, Answer, CallReport, Failure, Spec, Step, call_text
 from ..protocol.names import Digest, Number, ReplicaName, Shard, Version, WorkerId
 from .members import LayoutSet
 
@@ -139,6 +142,10 @@ class Replica:
     ended: int = 0  # highest position that ended anywhere
     finished: int = 0  # highest position that ended well
     alone: int = 0  # highest position that a shard has ended without the server
+    steps: dict[Shard, Step] = field(default_factory=dict)  # how far each has come as a writer
+    come: Step | None = None  # the furthest of them
+    unjudged: dict[Shard, CallReport] = field(default_factory=dict)  # publishes that have ended without the server
+    standing: GroupCall | None = None  # the newest of them, as one call
     missed: tuple[Shard, Failure] | None = None  # the shard that never made its last call, and why
     bereft: dict[Shard, Failure] = field(
         default_factory=dict
@@ -167,23 +174,17 @@ class Replica:
         seen: int = ALL,
         missed: Failure | None = None,
         held: Version | None = None,
-        alone: int = 0,
     ) -> None:
         """One shard's caller has got its answer for the calls up to `ended`. `seen`: the highest number heard.
 
         `held`: what it has since. A server before this one may have answered another version than this one did.
         `missed`: why the last of them was never made. It belongs to the call that the others are in there all the same.
-        `alone`: the last call that it has ended without the server.
         """
         call = self.call
         if ended > self.ended:
             self.missed = (shard, missed.bounded()) if missed is not None else None
         self.ended, self.finished = max(self.ended, ended), max(self.finished, finished)
-        self.alone = max(self.alone, alone)
         if call is None or call.is_over or call.number > ended:
-            return
-        if call.number <= self.alone:
-            call.is_over, call.differing, call.pending = True, {}, {}
             return
         if finished == call.number and call.is_inherited and (not call.is_resolved_here or call.version == held):
             call.finish()  # as a server before this one had said
@@ -222,8 +223,6 @@ class Replica:
         """
         self.publishes |= reported.verb == "publish" or reported.claim is not None
         current = self.call
-        if reported.number <= self.alone:
-            return
         if current is None or reported.number > current.number:
             if current is not None:
                 text = f"shard {shard} of {self.name} went on before {current} had ended"
@@ -287,19 +286,57 @@ class Replica:
             return None
         return call.version if shard in call.arrived or not is_put else None
 
-    def answer(
-        self, shard: Shard, reported: CallReport, *, is_whole: bool = True, is_new: bool = False
-    ) -> Answer | None:
+    def note_step(self, shard: Shard, step: Step | None) -> bool:
+        """How far the shard has come. Returns whether that is news for the others."""
+        former, come = self.steps.get(shard), self.come
+        if step == former:
+            return False
+        if step is None:
+            self._forget_step(shard)
+            return True
+        self.steps[shard], self.alone = step, max(self.alone, step.alone)
+        if step.publish is not None:
+            self.unjudged[shard] = step.publish
+        else:
+            self.unjudged.pop(shard, None)
+        self.come = max(self.steps.values(), key=lambda each: each.place) if former == come else come
+        if self.come is None or step.place > self.come.place:
+            self.come = step
+        is_publish = step.publish != (former.publish if former is not None else None)
+        return is_publish or self.come != come
+
+    def forget_steps(self) -> None:
+        """The model's numbers begin anew."""
+        self.steps, self.unjudged, self.come = {}, {}, None
+
+    def _forget_step(self, shard: Shard) -> None:
+        self.steps.pop(shard, None)
+        self.unjudged.pop(shard, None)
+        self.come = max(self.steps.values(), key=lambda each: each.place, default=None)
+
+    def answer_judged(self, publish: CallReport | None) -> Answer | None:
+        """What became of that publish, which a shard has ended without the server."""
+        judged = self.standing
+        if publish is None or judged is None or not judged.is_same(publish):
+            return None
+        if judged.version is None and not judged.is_over:
+            return None
+        error = judged.error.bounded() if judged.error is not None else None
+        return Answer(publish.number, judged.version, judged.is_finished, error, epoch=judged.epoch)
+
+    def is_there(self, reported: CallReport, place: tuple[int, int]) -> bool:
+        """A shard that has come so far is in this same call with the server."""
+        call = self.call
+        if call is None or call.is_over or not call.is_same(reported):
+            return False
+        return any(self.steps[shard].place == place for shard in call.arrived if shard in self.steps)
+
+    def answer(self, shard: Shard, reported: CallReport, *, is_whole: bool = True) -> Answer | None:
         """What became of the call that a shard's caller is in. None: what is over cannot be known yet.
 
-        `is_whole`: all shards that may have ended a call have said so. `is_new`: its worker has ended no call. It was
-        not there when another shard went on without the server, and comes after that.
+        `is_whole`: all shards that may have ended a call have said so.
         """
         call = self.find(reported.number)
-        if reported.number <= self.alone and (call is None or not call.is_finished):
-            if is_new:
-                return self._answer_late(shard, reported, call, is_whole)
-            return Answer(reported.number, alone=True)
         if call is None or self._is_late(shard, call, reported):
             return self._answer_late(shard, reported, call, is_whole)
         error = call.error.bounded() if call.error is not None else None
@@ -341,6 +378,7 @@ class Replica:
         """
         self.members.pop(shard, None)
         self.bereft.pop(shard, None)
+        self._forget_step(shard)
         if self.call is not None and is_awaited_since is not None:
             self.call.began = is_awaited_since
         elif self.call is not None:
@@ -351,3 +389,12 @@ class Replica:
 def _said_of(call: GroupCall | CallReport) -> tuple[object, ...]:
     """The fields that all shards of a replica must give alike."""
     return call.verb, call.spec, call.claim, call.waits
+
+
+def place_of(call: CallReport, held: Version | None) -> tuple[int, int]:
+    """Where a writer's call comes among its steps. `held`: what an unpublish withdraws."""
+    if call.verb == "publish":
+        return int(call.spec), PUBLISHED
+    if call.claim is not None:
+        return call.claim, CLAIMED
+    return (held, UNPUBLISHED) if held is not None else (-1, CLAIMED)

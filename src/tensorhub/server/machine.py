@@ -303,6 +303,8 @@ class Server:
     def _advance(self, model: Model, replica: Replica) -> None:
         """Take the replica's call as far as the facts allow. All its members hear of it if that is far."""
         state, call = self.state, replica.call
+        if calls.judge(state, model, replica):
+            state.mark_replica_dirty(replica)
         if call is None:
             return
         before = _progress(call)
@@ -336,7 +338,8 @@ class Server:
         is_whole = not model.is_listening
         told = Told(
             position=replica.ended if is_whole else None,
-            answer=replica.answer(member.shard, reported, is_whole=is_whole, is_new=not member.report.ended)
+            answer=calls.own_answer(state, model, replica, member)
+            or replica.answer(member.shard, reported, is_whole=is_whole)
             if reported is not None
             else None,
             grant=current.grant if current is not None else None,
@@ -345,6 +348,7 @@ class Server:
             fetch=retention.version_to_fetch(state, model, replica, member),
             release=release,
             superseded=member.superseded,
+            judged=replica.answer_judged(replica.unjudged.get(member.shard)),
             report_at_once=sessions.awaited_as(model, member.worker, member.session) is not None
             or calls.is_asked(replica, member),
             box=model.has_boxes and member.report.can_box,
@@ -380,6 +384,7 @@ class Server:
             release=told.release,
             newest_epoch=model.newest_epoch,
             superseded=told.superseded,
+            judged=told.judged,
             report_at_once=told.report_at_once,
             box=told.box,
         )

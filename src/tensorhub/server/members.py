@@ -231,6 +231,11 @@ NO_LAYOUT = Digest("")
 NOTHING = Content(Empty(), (), LayoutKey(1, Shard(0)))
 
 
+def held_in(buffer: Buffer) -> Version | None:
+    """The version that the buffer has whole."""
+    return buffer.version if isinstance(buffer, WHOLE) else None
+
+
 def version_in(buffer: Buffer | None) -> Version | None:
     """The version that the buffer has, whole or in part."""
     return buffer.version if isinstance(buffer, (Filling, *WHOLE)) else None
@@ -519,6 +524,7 @@ class Told(msgspec.Struct, frozen=True):
     fetch: Version | None = None
     release: tuple[int, ...] = ()
     superseded: Number = Number(0)
+    judged: Answer | None = None
     report_at_once: bool = False
     box: bool = False
 

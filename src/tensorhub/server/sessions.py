@@ -376,22 +376,26 @@ def take_call(state: State, replica: Replica, member: Member, before: Report) ->
     former = replica.call
     was_over, was_ended = former is None or former.is_over, replica.ended
     held = report.buffer.version if isinstance(report.buffer, Holding) else None
-    ended, seen, missed, alone = (report.ended, report.finished), report.seen, report.missed, report.alone
-    replica.note_ended(member.shard, *ended, seen=seen, missed=missed, held=held, alone=alone)
+    model, step = state.models[member.hello.model], report.step
+    if step is not None and step.version is not None and step.epoch < model.began:
+        step = None  # its number is forgotten
+    has_come = replica.note_step(member.shard, step)
+    finished = report.finished if report.finished > replica.alone else 0  # else perhaps without the server
+    seen, missed = report.seen, report.missed
+    replica.note_ended(member.shard, report.ended, finished, seen=seen, missed=missed, held=held)
     if report.call is None or report.ended != before.ended:
         replica.bereft.pop(member.shard, None)  # the call that another could not make is over here
-    is_listening = state.models[member.hello.model].is_listening
-    if missed is not None and replica.ended != was_ended and not is_listening:
+    if missed is not None and replica.ended != was_ended and not model.is_listening:
         _note_bereft(state, replica, member, missed)
-    if report.call is not None:
+    if report.call is not None and calls.own_answer(state, model, replica, member) is None:
         is_put = report.ended != report.call.number - 1
         seen, last = report.seen, state.numbers.last
         replica.arrive(member.shard, report.call, now=state.now, is_first=is_first, is_put=is_put, seen=seen, last=last)
         _note_doubt(state, replica)
         stalls.note_call(state, replica, member.hello.model)
     if former is not replica.call:
-        apply.release(state, state.models[member.hello.model], former, replica)
-    if (former is not None and former.is_over and not was_over) or replica.ended != was_ended:
+        apply.release(state, model, former, replica)
+    if (former is not None and former.is_over and not was_over) or replica.ended != was_ended or has_come:
         state.mark_replica_dirty(replica)
 
 
@@ -546,7 +550,7 @@ def _is_same_beside(report: Report, before: Report) -> bool:
     """Both reports agree in all fields except the buffer and the read."""
     return (
         report.call == before.call
-        and (report.ended, report.finished, report.alone) == (before.ended, before.finished, before.alone)
+        and (report.ended, report.finished, report.step) == (before.ended, before.finished, before.step)
         and _is_same_else(report, before)
     )
 

@@ -27,14 +27,16 @@ class Transition(NamedTuple):
 
 
 TRANSITIONS = (
-    Transition("register", Empty, Empty, "the caller registers tensors; no worker reads or writes the ones before"),
-    Transition("register", Poisoned, Empty, "the caller registers tensors; the spoiled ones are the caller's again"),
-    Transition("publish", Empty, Holding, "the server accepted the version: the caller promises not to change it"),
+    Transition("register", Empty, Empty, "the caller registers tensors"),
+    Transition("register", Poisoned, Empty, "the caller registers tensors"),
+    Transition("publish", Empty, Holding, "the server accepted the version"),
     Transition("publish_again", Holding, Holding, "the server accepted what is held as a publish of its own"),
+    Transition("publish_again", Withdrawing, Withdrawing, "the same of what was published without it"),
     Transition("note_published", Holding, Holding, "the publish has ended well on all shards"),
+    Transition("note_published", Withdrawing, Withdrawing, "the same of what was published without the server"),
     Transition("begin_fill", Empty, Filling, "a call was resolved to a version, and no worker reads or writes here"),
     Transition("begin_fill", Poisoned, Filling, "the same; what is here is no version"),
-    Transition("begin_fill", Vacated, Filling, "the new version is whole in a host copy, and is copied in now"),
+    Transition("begin_fill", Vacated, Filling, "the new version is copied in from host memory"),
     Transition("touch", Vacated, Filling, "the first byte of the new version may be written: the old one is gone"),
     Transition("advance", Filling, Filling, "more chunks are in place and verified"),
     Transition("complete", Filling, Holding, "the last chunk is in place and verified"),
@@ -46,8 +48,8 @@ TRANSITIONS = (
     Transition("serving_stopped", Withdrawing, Empty, "drained, and the worker leaves"),
     Transition("serving_stopped", Poisoned, Poisoned, "no peer reads the good chunks any more: a fill may begin"),
     Transition("serving_stopped", Poisoned, Empty, "the same of what was disowned: its publisher may change it"),
-    Transition("take_back", Vacated, Holding, "nothing was written over it, and no call wants another version"),
-    Transition("let_go", Vacated, Empty, "the call has ended well without another version: it was an unpublish"),
+    Transition("take_back", Vacated, Holding, "nothing was written over it"),
+    Transition("let_go", Vacated, Empty, "an unpublish has ended well"),
     Transition("disown", Holding, Poisoned, "the server knows other content as this version, and peers may read here"),
     Transition("disown", Withdrawing, Poisoned, "the same, while its readers are waited for"),
     Transition("disown", Vacated, Poisoned, "the same; no peer reads here, and it came from a peer"),
@@ -98,12 +100,14 @@ class RegisteredMemory:
 
     def publish_again(self, epoch: Number) -> None:
         """What is held is published once more: a publish before has failed, or it is held without a change."""
-        old = self._it("publish_again", Holding)
+        old = self.buffer
+        if not isinstance(old, Holding | Withdrawing):
+            raise InvariantViolation(f"{self.me}: publish_again of a buffer that is {old}")
         self._become("publish_again", replace(old, published=True, epoch=epoch, is_pending=True))
 
     def note_published(self) -> None:
         """The publish has ended well: what is held is a version."""
-        if isinstance(self.buffer, Holding) and self.buffer.is_pending:
+        if isinstance(self.buffer, Holding | Withdrawing) and self.buffer.is_pending:
             self._become("note_published", replace(self.buffer, is_pending=False))
 
     def begin_fill(self, version: Version) -> None:

@@ -1,18 +1,24 @@
 """Steps of a call: what is refused, how it ends by its deadline or without the server, and how a worker leaves."""
 
 from collections.abc import Iterator
-from math import inf
+
+from msgspec.structs import replace
 
 from ..protocol.errors import HIGHER, SPOILED, SPOILED_HINT, UsageError
 from ..protocol.messages import (
+    CLAIMED,
     PREFETCHED,
+    PUBLISHED,
+    UNPUBLISHED,
     VERBS,
+    Answer,
     Empty,
     Failure,
     Filling,
     Hello,
     Holding,
     Poisoned,
+    Step,
     Vacated,
     Withdrawing,
     named,
@@ -30,10 +36,9 @@ def why_not_begin(worker: WorkerState, event: Called) -> Failure | None:
     """The caller's mistake, if the call is one."""
     if worker.departure is not None:
         return Failure("closed", f"{worker.me} was closed", "open it again")
-    under_way = worker.next_call or worker.call
-    if under_way is not None and not under_way.is_returned:
+    if worker.call is not None:
         hint = "one call at a time on one Weights: wait for the first"
-        return Failure("usage", f"{event.verb} on {worker.me} while its {under_way} has not ended", hint)
+        return Failure("usage", f"{event.verb} on {worker.me} while its {worker.call} has not ended", hint)
     if worker.refusal is not None and worker.refusal.retry_s <= 0:
         return Failure(worker.refusal.code, worker.refusal.message, worker.refusal.hint)
     if worker.layout is None:
@@ -162,11 +167,6 @@ def take(worker: WorkerState, event: events.Called) -> None:
     call.waits, call.metadata, call.grid = event.waits, event.metadata, event.grid
     call.former, call.hash_s = event.former, event.hash_s
     worker.note(f"called {event.verb} {event.spec}")
-    if worker.call is not None and event.missed is not None:
-        _leave_returned(worker, worker.call)
-    if worker.call is not None:
-        worker.next_call = call
-        return
     worker.call, worker.missed = call, event.missed
     worker.slot.forget_failures()
     worker.copies.new_call()
@@ -174,21 +174,13 @@ def take(worker: WorkerState, event: events.Called) -> None:
 
 def advance(worker: WorkerState) -> None:
     """Take the step of the call that how things are now allows."""
-    following = worker.next_call
     if worker.call is not None:
         _advance(worker, worker.call)
-    if following is not None and worker.call is following:
-        _advance(worker, following)
-    elif following is not None and worker.now >= following.deadline:
-        worker.next_call = None
-        worker.want(events.Finished(0, error=deadline_failure(worker, following)))
 
 
 def cancel(worker: WorkerState) -> None:
     """The caller does not wait for its call any more."""
-    if worker.next_call is not None:
-        worker.next_call = None
-    elif worker.call is not None and not worker.call.is_returned:
+    if worker.call is not None:
         end_badly(worker)
 
 
@@ -261,13 +253,7 @@ def fail(worker: WorkerState, failure: Failure) -> None:
     call = worker.call
     assert call is not None
     worker.note(f"{call.verb} {call.spec} failed: {failure.code}: {failure.message}")
-    if not call.is_returned:
-        worker.want(events.Finished(call.number or 0, error=failure))
-    elif failure.code != "closed":
-        text = f"version {call.spec}, which {worker.me} published without the reference server, is no version"
-        worker.want(events.Warn(f"{text}: {failure.code}: {failure.message} ({failure.hint})"))
-        if failure.code == "version-conflict" and isinstance(worker.buffer, Holding):
-            worker.memory.disown(next_report=worker.next_report)
+    worker.want(events.Finished(call.number or 0, error=failure))
     end_badly(worker)
 
 
@@ -289,6 +275,7 @@ def _end_well(worker: WorkerState, call: Call) -> None:
     _end(worker, call)
     reads.hold_on(worker)  # it had withdrawn ahead, and holds what it was to bring
     worker.finished = call.number or worker.finished
+    _note_step(worker, call)
     worker.memory.note_published()
     if isinstance(worker.buffer, Vacated):
         worker.memory.let_go()
@@ -297,8 +284,7 @@ def _end_well(worker: WorkerState, call: Call) -> None:
         worker.note(f"{call} ended: {kept.message}")
         worker.want(events.Warn(f"{kept.message} ({kept.hint})"))
     worker.kept = kept
-    if not call.is_returned:
-        worker.want(events.Finished(call.number or 0, version=worker.memory.held))
+    worker.want(events.Finished(call.number or 0, version=worker.memory.held))
     if isinstance(worker.buffer, Filling):  # no server may say so before it has heard that the version is held
         _give_up_fill(worker)
 
@@ -311,11 +297,8 @@ def _call_again(worker: WorkerState, call: Call) -> None:
 
 
 def _end(worker: WorkerState, call: Call) -> None:
-    worker.call, worker.next_call = worker.next_call, None
+    worker.call = None
     worker.slot.forget_failures()
-    if call.is_returned:
-        worker.missed = worker.made_alone = None
-        worker.copies.new_call()
     if call.number is not None:
         worker.ended = call.number
 
@@ -343,10 +326,9 @@ def take_superseded(worker: WorkerState, epoch: Number) -> None:
 # --- without the server -----------------------------------------------------------------------------------------------
 #
 # When the server has said nothing for a lease, no reader trusts a read that it has granted. Then a writer's `unpublish`
-# and `publish` end without it, and an update keeps what is held. Each shard decides so by itself. The server learns it
-# from the next report, and has the other shards end the calls up to that position by themselves, too. What is published
-# is still to be judged, so the call of the publish goes on when its caller has left it, until the server has answered
-# it or the caller unpublishes without the server.
+# and `publish` end without it, and an update keeps what is held. Each shard decides so by itself. The next report tells
+# the server how far the shard has come, and the server has the other shards end what leads there by themselves, too.
+# When all of them hold what was published, the server judges it.
 
 
 def may_withdraw(worker: WorkerState, call: Call) -> bool:
@@ -356,18 +338,13 @@ def may_withdraw(worker: WorkerState, call: Call) -> bool:
 
 def _may_go_alone(worker: WorkerState, call: Call) -> bool:
     """The call ends without the server."""
-    if call.number is None or not (worker.is_alone or call.is_answered_alone):
+    if call.number is None or not (worker.is_alone or call.is_passed):
         return False
-    return call.fills or call.is_answered_alone or worker.writes > 0
+    return call.fills or call.is_passed or worker.writes > 0
 
 
 def _go_alone(worker: WorkerState, call: Call) -> bool:
     """Take the next step without the server. False: the call waits, as it does with one."""
-    if call.is_returned:
-        if worker.next_call is None and not call.is_answered_alone:
-            return False
-        _leave_returned(worker, call)
-        return True
     if call.fills:
         return _keep_alone(worker, call)
     wrong = _why_not_alone(worker, call)
@@ -379,7 +356,8 @@ def _go_alone(worker: WorkerState, call: Call) -> bool:
 
 def _why_not_alone(worker: WorkerState, call: Call) -> Failure | None:
     """Why the number cannot be published, as far as is known here."""
-    known = [each for each in (worker.newest, worker.made_alone) if each is not None]
+    made = worker.step.version if worker.step is not None and worker.step.done >= PUBLISHED else None
+    known = [each for each in (worker.newest, made) if each is not None]
     version = call.claim if call.claim is not None else call.spec if call.verb == "publish" else None
     is_again = call.verb == "publish" and version == worker.memory.held
     if not isinstance(version, int) or is_again or call.resolved is not None:
@@ -405,27 +383,22 @@ def _unpublish_alone(worker: WorkerState, call: Call) -> bool:
         if worker.copies.copying is None and worker.is_alone:
             worker.want(worker.memory.stop_serving())
         return worker.now < call.deadline
+    _end_alone(worker, call)
     if isinstance(worker.buffer, Vacated):
         worker.memory.let_go()
-    _end_alone(worker, call)
     worker.want(events.Finished(call.number or 0))
     return True
 
 
 def _publish_alone(worker: WorkerState, call: Call) -> bool:
-    """The caller has its version. The call goes on until the server has judged it."""
+    """The caller has its version, which the server judges later."""
     version = Version(int(call.spec))
     if _is_free(worker):
         _publish(worker, call, version)
     if not isinstance(worker.buffer, Holding) or worker.buffer.version != version:
         return False
+    _end_alone(worker, call)
     worker.want(events.Finished(call.number or 0, version=version))
-    if call.is_answered_alone:
-        _end_alone(worker, call)
-        return True
-    worker.note(f"returns from {call} without the server")
-    call.is_returned, call.deadline, worker.made_alone = True, inf, version
-    _say_alone(worker)
     return True
 
 
@@ -445,25 +418,71 @@ def _keep_alone(worker: WorkerState, call: Call) -> bool:
         reads.take_back(worker)
         worker.want(events.Finished(call.number or 0, version=held))
         return True
-    if call.is_answered_alone and not (may_keep and held is not None):
+    if call.is_passed and not (may_keep and held is not None):
         text = f"another shard of {worker.me.replica} went on without the reference server at {call}"
         fail(worker, Failure("group-incomplete", text, "retry on all shards"))
         return True
     return False
 
 
-def _leave_returned(worker: WorkerState, call: Call) -> None:
-    """The publish will never be judged: its caller goes on without the server, or another shard did."""
-    version = worker.made_alone
-    _end_alone(worker, call)
-    worker.made_alone = version
-
-
 def _end_alone(worker: WorkerState, call: Call) -> None:
     worker.note(f"{call} ended without the server")
     _end(worker, call)
-    worker.finished = worker.ended_alone = worker.ended
+    worker.finished = worker.ended
+    _note_step(worker, call, alone=worker.ended)
     _say_alone(worker)
+
+
+def _note_step(worker: WorkerState, call: Call, *, alone: int = 0) -> None:
+    """The call has ended well. `alone`: its position, if that was without the server."""
+    former = worker.step or Step()
+    version, done = former.version, former.done
+    if call.verb == "publish":
+        version, done = Version(int(call.spec)), PUBLISHED
+    elif call.claim is not None:
+        version, done = call.claim, CLAIMED
+    elif call.verb == "unpublish":
+        version, done = _unpublished(worker, call, former)
+    publish = former.publish if alone and call.fills else None
+    if alone and call.verb == "publish":
+        publish = call.for_report()
+    epoch = worker.writes if version is not None else Number(0)
+    step = Step(version, done, epoch, alone or former.alone, publish)
+    worker.step = step if step != Step() else None
+
+
+def _unpublished(worker: WorkerState, call: Call, former: Step) -> tuple[Version | None, int]:
+    """How far an unpublish has come. One of nothing comes as far as the sibling that is past it."""
+    past = call.answer.past if call.answer is not None else None
+    if worker.memory.held is not None:
+        return worker.memory.held, UNPUBLISHED
+    if past is not None and past.version is not None:
+        return past.version, UNPUBLISHED if past.done == UNPUBLISHED else CLAIMED
+    if former.version is not None or not worker.is_alone:
+        return former.version, former.done
+    return worker.newest if worker.newest is not None else Version(0), UNPUBLISHED
+
+
+def take_judged(worker: WorkerState, judged: Answer | None) -> None:
+    """The server says what became of a publish that has ended without it."""
+    step, buffer = worker.step, worker.buffer
+    if judged is None or step is None or step.publish is None or judged.number != step.publish.number:
+        return
+    version = step.version
+    if judged.error is not None:
+        worker.step, why = Step(alone=step.alone), judged.error
+        text = f"version {version}, which {worker.me} published without the reference server, is no version"
+        worker.want(events.Warn(f"{text}: {why.code}: {why.message} ({why.hint})"))
+        if why.code == "version-conflict" and isinstance(buffer, Holding) and buffer.version == version:
+            worker.memory.disown(next_report=worker.next_report)
+    elif isinstance(buffer, Holding | Withdrawing) and buffer.version == version:
+        worker.writes = max(worker.writes, judged.epoch)
+        if buffer.epoch != judged.epoch:
+            worker.memory.publish_again(judged.epoch)
+        if judged.finished:
+            worker.step = replace(step, publish=None)
+            worker.memory.note_published()
+            worker.note(f"version {version}, published without the server, is a version")
 
 
 def _say_alone(worker: WorkerState) -> None:

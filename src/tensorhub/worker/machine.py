@@ -49,7 +49,7 @@ def report_of(worker: WorkerState) -> Report:
         call=worker.call.for_report() if worker.call is not None else None,
         ended=worker.ended,
         finished=worker.finished,
-        alone=worker.ended_alone,
+        step=worker.step,
         missed=worker.missed,
         reading=worker.reading,
         read=worker.slot.done,
@@ -90,6 +90,7 @@ def take(worker: WorkerState, orders: Orders) -> None:
     worker.is_urgent |= orders.report_at_once
     worker.is_to_box = orders.box
     calls.take_superseded(worker, orders.superseded)
+    calls.take_judged(worker, orders.judged)
     call = worker.call
     if call is not None and call.take(orders.answer):
         worker.note(f"{call} is version {call.resolved}")
@@ -158,8 +159,6 @@ class Worker:
         call, departure = worker.call, worker.departure
         if call is not None:
             times.append(call.deadline)
-            if worker.next_call is not None:
-                times.append(worker.next_call.deadline)
             if not worker.is_alone:
                 times.append(worker.alone_at)
             if call.awaits_shard is not None and not call.is_delayed:

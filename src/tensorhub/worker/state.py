@@ -18,6 +18,7 @@ from ..protocol.messages import (
     Refusal,
     Report,
     Spec,
+    Step,
     Vacated,
     Withdrawing,
     call_text,
@@ -151,7 +152,6 @@ class Call:
     opened: Version | None = None  # some source had this version, and its manifest is here
     hopeless: Failure | None = None  # why no source, and no host copy, can help this worker
     is_delayed: bool = False  # the caller was told why it waits so long
-    is_returned: bool = False  # of a publish: its caller has left it without the server, which is to hear of it
     waits: bool = False  # of a replicate: for a number that is not published yet
     metadata: Digest = Digest("")  # of a publish
     grid: Digest = Digest("")  # the same
@@ -185,9 +185,9 @@ class Call:
         return self.number is not None and (self.claim is None or self.resolved is not None)
 
     @property
-    def is_answered_alone(self) -> bool:
-        """Another shard of the replica has ended it without the server."""
-        return self.answer is not None and self.answer.alone
+    def is_passed(self) -> bool:
+        """Another shard of the replica is past it. This one ends it by itself."""
+        return self.answer is not None and self.answer.past is not None
 
     @property
     def is_called_again(self) -> bool:
@@ -203,7 +203,7 @@ class Call:
         """The server has answered. Returns whether it has just said which version it is."""
         if answer is None or answer.number != self.number:
             return False
-        if answer.instead > answer.number and self.resolved is None and not self.is_returned:
+        if answer.instead > answer.number and self.resolved is None:
             self.number, self.answer = answer.instead, None
             return False
         self.answer = answer
@@ -274,13 +274,11 @@ class WorkerState:
     # what its caller wants
     layout: Registered | None = None
     call: Call | None = None
-    next_call: Call | None = None  # made while `call`, a publish that was returned from, is still to be heard of
     departure: Departure | None = None
     writes: Number = Number(0)  # the highest epoch or lease that it was given as the writer of its model
     ended: int = 0  # position of the last call that ended here
     finished: int = 0  # and of the last one that ended well
-    ended_alone: int = 0  # and of the last one that ended without the server
-    made_alone: Version | None = None  # published without the server, which has not judged it yet
+    step: Step | None = None  # how far it has come as a writer
     missed: Failure | None = None  # why the last one was never made
     kept: Failure | None = None  # why the last one, an update, has kept what was held; it is said once
 
