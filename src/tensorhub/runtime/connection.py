@@ -158,11 +158,11 @@ def _has_odd_number(report: Report) -> bool:
             if not 0 <= value <= MAX_NUMBER:
                 return True
         elif isinstance(value, msgspec.Struct):
-            todo.extend(msgspec.structs.astuple(value))
+            todo += filter(None, msgspec.structs.astuple(value))  # most of it is empty, or zero
         elif isinstance(value, dict):
-            todo.extend([*value, *value.values()])
+            todo += [*value, *value.values()]
         elif isinstance(value, tuple):
-            todo.extend(value)
+            todo += value
     return False
 
 

@@ -49,7 +49,7 @@ def given_up(state: State, model: Model, member: Member) -> VersionRecord | None
     """
     buffer = member.content.buffer
     record = model.versions.get(buffer.version) if isinstance(buffer, Withdrawing) else None
-    if record is None or not record.is_established or not member.is_drained:
+    if record is None or record.version not in model.glance().outliving or not member.is_drained:
         return None
     if member.worker.replica == record.publisher or member.report.closing:
         return None
