@@ -230,8 +230,10 @@ class Oracles:
     def _may_publish(self, life: Life, call: Call, version: Version) -> None:
         """A number is used once in the life of a server, and by the one replica that is the writer."""
         what, truth = f"{life.name} may {call.verb} {version}", self.truth
-        former, truth.writers[life.me.model] = truth.writers.get(life.me.model, life), life
-        is_known = former.is_alive and former.heard_by == truth.server_life and former.closing == inf
+        now = life, truth.server_life
+        (former, granted_by), truth.writers[life.me.model] = truth.writers.get(life.me.model, now), now
+        is_known = former.is_writer or granted_by == truth.server_life  # else only a server that is dead may know it
+        is_known = is_known and former.is_alive and former.heard_by == truth.server_life and former.closing == inf
         is_sure = self.now - former.heard_at < SURE_OF_A_LEASE * self.settings.lease_s
         if former.me.replica != life.me.replica and is_known and is_sure:
             self.broken("one writer", f"{what}, though {former.name} is the writer")
@@ -294,7 +296,9 @@ class Oracles:
             return
 
         def is_outside(other: Life) -> bool:
-            return other.me.replica != made.replica and other.closing == inf
+            said = other.heard.buffer if other.heard is not None else None
+            is_going = isinstance(said, Withdrawing) and self.conditions.host_copies <= other.hosted  # it has no room
+            return other.me.replica != made.replica and other.closing == inf and not is_going
 
         newer = [each for each in truth.existing(model) if each > version]
         places = [(model, shard) for shard in range(truth.shards_of(life))]

@@ -242,7 +242,7 @@ class Truth:
         self.recut: dict[str, None] = {}  # models of which a worker has registered other tensors than before
         self.server_life = 0
         self.no_server_since = inf
-        self.writers: dict[str, Life] = {}  # the latest of each model that was let publish, or claim a number
+        self.writers: dict[str, tuple[Life, int]] = {}  # who was last let publish or claim, and by which server's life
 
     @property
     def now(self) -> float:
@@ -458,7 +458,7 @@ class Truth:
         if life.heard is not None and life.heard_by == self.server_life and report.number <= life.heard.number:
             return
         is_sure = self.now - life.heard_at < self.settings.lease_s / 2
-        if self.writers.get(life.me.model) is life and not is_sure:
+        if not is_sure and self.writers.get(life.me.model, (None, 0))[0] is life:
             del self.writers[life.me.model]  # its session may have ended, and with it the writer's lease
         life.heard, life.heard_at, life.heard_by = report, self.now, self.server_life
 

@@ -207,7 +207,7 @@ def number_twice(bench: Bench) -> None:
 
 
 def two_writers(bench: Bench) -> None:
-    bench.truth.writers[bench.first.me.model] = bench.first
+    bench.truth.writers[bench.first.me.model] = bench.first, bench.truth.server_life
     bench.first.heard_by, bench.first.heard_at = bench.truth.server_life, bench.oracles.now
     bench.calls(bench.second, "unpublish", "", claim=TWO)
     bench.oracles.ordered(bench.second, answers(TWO))
