@@ -296,13 +296,16 @@ class Oracles:
             return
 
         def is_outside(other: Life) -> bool:
+            return other.me.replica != made.replica and other.closing == inf
+
+        def keeps(other: Life) -> bool:
             said = other.heard.buffer if other.heard is not None else None
-            is_going = isinstance(said, Withdrawing) and self.conditions.host_copies <= other.hosted  # it has no room
-            return other.me.replica != made.replica and other.closing == inf and not is_going
+            is_going = isinstance(said, Withdrawing) and said.version == version and version not in other.copies
+            return is_outside(other) and not (is_going and self.conditions.host_copies <= other.hosted)  # no room
 
         newer = [each for each in truth.existing(model) if each > version]
         places = [(model, shard) for shard in range(truth.shards_of(life))]
-        there = [any(map(is_outside, truth.holders(place, version))) for place in places if place != life.place]
+        there = [any(map(keeps, truth.holders(place, version))) for place in places if place != life.place]
         is_last = not any(map(is_outside, truth.holders(life.place, version)))
         is_replaced = any(truth.is_whole(model, each, is_outside) for each in newer)
         copy = {**life.copies, **life.freeing}.get(version) if where != "in the buffer" else None
