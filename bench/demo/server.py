@@ -6,4 +6,4 @@ from .parent import Parent
 
 if __name__ == "__main__":
     Parent()
-    runpy.run_module("tensorhub.cli", run_name="__main__", alter_sys=True)
+    runpy.run_module("tensorhub", run_name="__main__", alter_sys=True)

@@ -206,7 +206,7 @@ def test_what_is_no_checkpoint_is_an_error_that_names_it(tmp_path: Path, content
 
 def start(server: ServerThread, *arguments: str) -> subprocess.Popen[str]:
     """A command, started. Its readers cannot read from it while it is stopped."""
-    command = [sys.executable, "-m", "tensorhub.cli", *arguments, "--server", server.address]
+    command = [sys.executable, "-m", "tensorhub", *arguments, "--server", server.address]
     environment = {**os.environ, "TENSORHUB_TRANSPORTS": "tcp"}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 

@@ -27,7 +27,7 @@ from tensorhub.protocol.errors import ServerUnreachable
 
 def start(*arguments: str) -> subprocess.Popen[str]:
     """The program, started. Wide enough that nothing folds, and told nothing about colours by who runs the tests."""
-    command = [sys.executable, "-m", "tensorhub.cli", *arguments]
+    command = [sys.executable, "-m", "tensorhub", *arguments]
     pipe = subprocess.PIPE
     colours = ("PY_COLORS", "FORCE_COLOR", "NO_COLOR", "GITHUB_ACTIONS")
     environment = {name: value for name, value in os.environ.items() if name not in colours}
@@ -61,7 +61,7 @@ def run_program(*arguments: str) -> tuple[int, str, str]:
 
 def run_into(stdout: BinaryIO, *arguments: str) -> tuple[int, str]:
     """Exit status and stderr, where stdout is that file."""
-    command = [sys.executable, "-m", "tensorhub.cli", *arguments]
+    command = [sys.executable, "-m", "tensorhub", *arguments]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.PIPE, timeout=60)
     return done.returncode, done.stderr.decode()
 
@@ -179,7 +179,7 @@ def on_a_terminal(*arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], in
     """
     ours, its = pty.openpty()
     environment = {**os.environ, "TERM": "xterm-256color"}
-    command = [sys.executable, "-c", AS_BY_DEFAULT, sys.executable, "-m", "tensorhub.cli", *arguments]
+    command = [sys.executable, "-c", AS_BY_DEFAULT, sys.executable, "-m", "tensorhub", *arguments]
     program = subprocess.Popen(command, stdin=its, stdout=its, stderr=its, env=environment, start_new_session=True)
     os.close(its)
     try:

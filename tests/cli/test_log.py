@@ -115,7 +115,7 @@ def test_a_line_that_cannot_be_made_ends_nobody(pipe: tuple[Reader, int]) -> Non
 
 # --- a server ---------------------------------------------------------------------------------------------------------
 
-SERVE = [sys.executable, "-m", "tensorhub.cli", "serve", "--port", "0", "--fresh"]
+SERVE = [sys.executable, "-m", "tensorhub", "serve", "--port", "0", "--fresh"]
 
 
 def ended(program: subprocess.Popen[str]) -> int:

@@ -168,7 +168,7 @@ class ServerProcess(Process):
         options = ["--port", str(port), "--lease", str(lease_s), *(["--fresh"] if fresh else [])]
         options += [*(["--state", str(state)] if state else []), *(["--standby"] if standby else [])]
         options += ["--standby-of", standby_of] if standby_of else []
-        command = [sys.executable, "-m", "tensorhub.cli", "serve", *options]
+        command = [sys.executable, "-m", "tensorhub", "serve", *options]
         environ = {
             "TENSORHUB_REPORT_S": str(report_s),
             "TENSORHUB_DEFAULT_RETAIN": str(retain),

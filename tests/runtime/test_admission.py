@@ -414,7 +414,7 @@ FEW = 128
 def limited(tmp_path: Path, soft: int, hard: int):
     """A server whose process may open so many: its address, its process and its log so far."""
     path = tmp_path / "log"
-    command = [sys.executable, "-m", "tensorhub.cli", "serve", "--port", "0", "--fresh"]
+    command = [sys.executable, "-m", "tensorhub", "serve", "--port", "0", "--fresh"]
     script = f'ulimit -Sn {soft} && ulimit -Hn {hard} && exec "$@"'
     with (
         path.open("w") as log,

@@ -56,7 +56,7 @@ def layer_of(module: str) -> str:
     if module.startswith("tests.sim"):
         return "sim"
     first = module.removeprefix(PACKAGE).lstrip(".").split(".")[0]
-    return first if first in BELOW else "api"
+    return "cli" if first == "__main__" else first if first in BELOW else "api"
 
 
 def layer_violations(source: Source) -> list[str]:
