@@ -67,6 +67,18 @@ def test_a_number_that_is_not_above_all_that_the_worker_knows_is_refused() -> No
     assert it.ended()[1:] == [None, 3, None, 4]
 
 
+def test_only_the_writer_takes_back_what_it_holds_without_the_server() -> None:
+    """Another worker's holder may be the only one, and it may have readers: it waits."""
+    it = Writer.made()
+    it.worker.state.writes = Number(0)
+    it.tell(events.Disconnected())
+    it.waits(ALONE_S)
+    it.tell(events.Called("unpublish", "", it.now + 9.0))
+    it.waits(it.now + 9.0)
+    assert it.errors == ["deadline-exceeded"]
+    assert it.worker.held == ONE
+
+
 def has_published_alone() -> Writer:
     """Version 3, when a server is back."""
     it = Writer.made()

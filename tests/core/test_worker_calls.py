@@ -14,6 +14,7 @@ from tensorhub.protocol.messages import (
     LayoutInfo,
     Poisoned,
     Refusal,
+    Step,
     Vacated,
     Withdrawing,
 )
@@ -179,14 +180,15 @@ def test_a_worker_counts_its_own_calls_and_only_the_first_from_where_it_is_told(
     assert it.worker.call.number == 9
 
 
-def updating() -> Conversation:
+def updating(spec: int | str = "latest") -> Conversation:
     """It holds version 1, and was told with the first answer to an update where 2 is read, and that 1 is drained."""
     it = Conversation.begun()
     it.tell(events.Called("publish", 1, 60.0, ROOT))
     it.tell(events.Received(orders(2, answer=it.resolved(1))))
     it.tell(events.Received(orders(3, answer=replace(it.resolved(1), finished=True))))
-    it.tell(events.Called("update", "latest", 60.0))
+    it.tell(events.Called("update", spec, 60.0))
     assert it.worker.buffer == Withdrawing(ONE, ROOT, published=True)
+    assert not it.worker.is_withdrawing  # that is of an unpublish
     told = orders(4, grant=grant(4, version=2), answer=it.resolved(2), drained=ONE)
     it.tell(events.Received(replace(told, acknowledged=it.worker.reported)))
     assert it.wants(events.OpenRead(grant(4, version=2)))
@@ -209,6 +211,18 @@ def test_what_is_drained_with_the_call_is_held_on_if_no_source_answers() -> None
     assert it.worker.buffer == Holding(ONE, ROOT, published=True)
     it.tell(events.ReadOpened(Ticket(4)))
     assert not it.wants(events.StopServing(ONE))  # it was drained for the withdrawal before
+
+
+@pytest.mark.parametrize(("spec", "keeps"), [("latest", True), (2, False)])
+def test_an_update_that_a_sibling_has_ended_alone_gives_its_source_up(spec: int | str, keeps: bool) -> None:
+    it = updating(spec)
+    call = it.worker.call
+    assert call is not None
+    past = Answer(call.number or 0, past=Step(alone=call.number or 0))
+    it.tell(events.Received(replace(orders(5, answer=past), acknowledged=it.worker.reported)))
+    assert it.wants(events.StopRead(Ticket(4)))
+    assert it.worker.buffer == Holding(ONE, ROOT, published=True)
+    assert it.errors == ([] if keeps else ["group-incomplete"])
 
 
 def test_a_server_that_may_have_restarted_has_drained_nothing() -> None:

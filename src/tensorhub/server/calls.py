@@ -368,7 +368,7 @@ def own_answer(state: State, model: Model, replica: Replica, member: Member) -> 
 def passed_by(state: State, model: Model, replica: Replica, member: Member, call: CallReport) -> Step | None:
     """How far a shard has come that is past this call of its sibling. None: the call is one of the whole replica."""
     if call.verb in facts.FILLS:
-        return Step(alone=replica.alone) if call.verb == "update" and call.number <= replica.alone else None
+        return Step(alone=replica.alone) if call.number <= replica.alone else None
     come, own, held = replica.come, replica.steps.get(member.shard, Step()), held_in(member.report.buffer)
     if come is None:
         return None

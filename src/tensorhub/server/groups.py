@@ -18,8 +18,8 @@ Its siblings may have ended calls of which it has not heard, so that number can 
   had already been past it has come late.
 - A writer's calls are in order: it claims a number, publishes that version, and unpublishes it. A shard may be past a
   call that a sibling still makes: it ended that without the server, or the sibling has not heard how it ended, or was
-  started again. Then the sibling ends it by itself, too (`calls.passed_by`). The same holds for the position of an
-  update that a shard has ended without the server.
+  started again. Then the sibling ends it by itself, too (`calls.passed_by`). So does one whose update or replicate has
+  a position that a shard has ended without the server: it keeps what all hold, or fails.
 - A shard that could not make its call leaves all that were in theirs by then, also one that has come to a position that
   is over and is on its way to the next one: those hear so too, and do not wait there for that shard once more.
 """
