@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from tensorhub.protocol.messages import PUBLISHED, Answer, Failure, Holding, Poisoned, Step, Vacated, Withdrawing
+from tensorhub.protocol.messages import Answer, Failure, Holding, Poisoned, Step, Vacated, Withdrawing
 from tensorhub.protocol.names import Digest, Number, Version
 from tensorhub.worker import events
 
@@ -119,7 +119,7 @@ def test_what_the_server_accepts_later_gets_its_epoch_and_is_a_version() -> None
     assert it.worker.buffer == Holding(Version(3), ROOT, True, Number(8), is_pending=True)
     is_judged(it, 10, version=Version(3), epoch=Number(8), finished=True)
     assert it.worker.buffer == Holding(Version(3), ROOT, True, Number(8))
-    assert it.worker.state.step == Step(Version(3), PUBLISHED, Writer.epoch, alone=3)
+    assert it.worker.state.step is None
 
 
 def test_it_is_judged_also_while_the_next_call_withdraws_it() -> None:

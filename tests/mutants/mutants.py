@@ -817,18 +817,18 @@ MUTANTS = (
     ),
     Mutant(
         "one shard waits for ever in a call that another has ended without the server",
-        "    place = place_of(call, held)\n    if place > come.place:\n",
-        "    place = place_of(call, held)\n    if place:\n",
+        "    return come if is_behind else None\n",
+        "    return None\n",
     ),
     Mutant(
-        "a shard that was started again waits for one that is past its unpublish",
-        "        is_past = is_behind and (come.done != PUBLISHED or stands)\n",
-        "        is_past = False\n",
+        "a shard skips a step for which a sibling waits with the server",
+        " or (may_be_there and replica.is_there(call, come.place)):\n",
+        ":\n",
     ),
     Mutant(
-        "a shard that has not heard how its publish ended waits for the others",
-        "        if record.exists and record.epoch == buffer.epoch:\n            return Answer(",
-        "        if False:\n            return Answer(",
+        "what one shard has published alone stays, though another replica has that number",
+        "        taken = model.conflict(replica, Version(int(call.spec)), roots)\n",
+        "        taken = None\n",
     ),
     Mutant(
         "shards keep different versions without the server",

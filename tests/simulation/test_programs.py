@@ -1,7 +1,7 @@
 """Programs of a trainer's shards that try each call again until it succeeds, each shard for itself.
 
-Lines are cut, the server goes and comes back with its journal or without, and a shard is killed and started again. So
-shards hear different ends of one call, and make different calls. When all is well again, every program goes on.
+Lines are cut, the server goes and comes back with its journal or without, a shard is killed and the job started again.
+So shards hear different ends of one call, and make different calls. When all is well again, every program goes on.
 """
 
 import random
@@ -119,14 +119,16 @@ class Job:
         self.does(self.chance.choice(("server restarted", "server restarted forgetful")))
 
     def _kill(self) -> None:
-        name = self.chance.choice(list(self.programs))
-        self.does(f"crash {name}")
+        """One shard dies, and the job starts all of them again, as torchrun does."""
+        self.does(f"crash {self.chance.choice(list(self.programs))}")
         self.runs(self.chance.uniform(0.2, 8))
+        self.does(*(f"crash {name}" for name in self.programs if name in self.stage.players))
         assert self.stage.server is not None
         while (number := next_version(self.stage.server.state, ModelName("policy"))) is None:
             self.runs(0.5)
-        self.programs[name] = Program(number)
-        self.does(f"worker {name} of {self.shards}")
+        for name in self.programs:
+            self.programs[name] = Program(number)
+            self.does(f"worker {name} of {self.shards}")
 
 
 def versions_of(seed: int) -> tuple[Job, list[int], list[int]]:

@@ -209,15 +209,14 @@ CLAIMED, PUBLISHED, UNPUBLISHED = range(3)
 
 
 class Step(_Message, frozen=True):
-    """How far a shard has come as one of a writer: the last such call of it that has ended well.
+    """How far a shard has come without the server, since a call has ended well with it.
 
-    `epoch`: the report's `writes` then. `alone`: the position of its last call that has ended without the server.
-    `publish`: a publish that has ended so. The server judges that when all shards of the replica hold the version.
+    `version` and `done`: as one of the writer; None: not at all. `alone`: the position of its last call that has ended
+    so. `publish`: that one, if it is a publish. The server judges it when all shards of the replica hold the version.
     """
 
     version: Version | None = None
     done: int = 0  # its number is claimed; 1: it is published; 2: it is unpublished
-    epoch: Number = Number(0)
     alone: int = 0
     publish: CallReport | None = None
 
@@ -382,7 +381,7 @@ class Answer(_Message, frozen=True):
 
     `waiting` of a finished one: why an update has kept what was held. Its version is that one, whatever it was before.
     `instead`: its position was over before this shard came to it; if nothing was resolved it goes on there, no error.
-    `past`: another shard of the writer is past it, and how far. This one ends it by itself, too.
+    `past`: another shard is past it, without the server, and how far. This one ends it by itself, too.
     `epoch`: of a publish, that of its version; of a claim, the number of the writer's lease.
     """
 

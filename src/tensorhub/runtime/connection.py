@@ -24,6 +24,7 @@ from ..protocol.messages import (
     MAX_READ_SOURCES,
     MAX_REPORT_BYTES,
     MAX_TEXT,
+    UNPUBLISHED,
     VERBS,
     CallReport,
     Hello,
@@ -117,7 +118,9 @@ def _nonsense_of(message: ToServer) -> str:
                 return "no source of its read, or too many"
             step = message.step or Step()
             publish = step.publish
-            if publish is not None and (publish.verb, publish.spec) != ("publish", step.version):
+            if step.done > UNPUBLISHED or (
+                publish is not None and (publish.verb, publish.spec) != ("publish", step.version)
+            ):
                 return "a step that is not its publish"
             return _nonsense_of_wish(message.prefetch) or _nonsense_of_call(message.call) or _nonsense_of_call(publish)
     return ""

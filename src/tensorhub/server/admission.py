@@ -268,8 +268,6 @@ def forget_numbers(state: State, name: ModelName) -> ForgetView:
         return ForgetView(failure=failure)
     forgotten = model.newest
     model.forget_numbers(state.next_number())
-    for replica in model.replicas.values():
-        replica.forget_steps()
     state.journal.append(Anew(name, model.began))
     state.mark_everyone_dirty(model)
     if forgotten is not None:

@@ -9,7 +9,6 @@ from ..protocol import events
 from ..protocol.messages import (
     CLAIMED,
     PREFETCHED,
-    PUBLISHED,
     Answer,
     CallReport,
     Empty,
@@ -347,43 +346,34 @@ def _is_done(state: State, replica: Replica, call: GroupCall) -> bool:
     return True
 
 
-# --- calls that a shard ends by itself --------------------------------------------------------------------------------
+# --- calls that a shard ends by itself, because a sibling has come past them without the server ----------------------
 
 
-def own_answer(state: State, model: Model, replica: Replica, member: Member) -> Answer | None:
-    """The answer to a call of this shard that is not, or not any more, one of the whole replica."""
-    call, buffer = member.report.call, member.content.buffer
-    assert call is not None
-    group = replica.find(call.number)
-    if group is not None and group.is_finished:
+def answer_passed(state: State, model: Model, replica: Replica, member: Member) -> Answer | None:
+    """The answer to a call that a sibling is past."""
+    past, call = passed_by(state, model, replica, member), member.report.call
+    return Answer(call.number, past=replace(past, publish=None)) if past is not None and call is not None else None
+
+
+def passed_by(state: State, model: Model, replica: Replica, member: Member) -> Step | None:
+    """How far a sibling has come that is past this shard's call. None: the call is one of the whole replica."""
+    call, come = member.report.call, replica.come
+    group = replica.find(call.number) if call is not None else None
+    if call is None or come is None or (group is not None and group.is_finished):
         return None
-    if call.verb == "publish" and isinstance(buffer, WHOLE) and buffer.version == call.spec:
-        record = model.look_up(buffer.version)
-        if record.exists and record.epoch == buffer.epoch:
-            return Answer(call.number, record.version, finished=True, epoch=record.epoch)
-    past = passed_by(state, model, replica, member, call)
-    return Answer(call.number, past=replace(past, publish=None)) if past is not None else None
-
-
-def passed_by(state: State, model: Model, replica: Replica, member: Member, call: CallReport) -> Step | None:
-    """How far a shard has come that is past this call of its sibling. None: the call is one of the whole replica."""
     if call.verb in facts.FILLS:
-        return Step(alone=replica.alone) if call.number <= replica.alone else None
-    come, own, held = replica.come, replica.steps.get(member.shard, Step()), held_in(member.report.buffer)
-    if come is None:
-        return None
-    is_behind, stands = own.place < come.place, come.publish is not None
-    if call.verb == "unpublish" and call.claim is None and held is None:
-        is_past = is_behind and (come.done != PUBLISHED or stands)
-        return come if is_past and not replica.is_there(call, come.place) else None
-    place = place_of(call, held)
-    if place > come.place:
+        is_new = not member.report.ended  # it was not there, and comes after that
+        return Step(alone=replica.alone) if call.number <= replica.alone and not is_new else None
+    held, own = held_in(member.report.buffer), replica.steps.get(member.shard, Step())
+    is_behind, place = own.place < come.place, place_of(call, held)
+    may_be_there = place == come.place or not place  # an unpublish of nothing may be any
+    if (place or come.place) > come.place or (may_be_there and replica.is_there(call, come.place)):
         return None
     if call.verb == "publish":
-        is_judged = model.newest is not None and place[0] <= model.newest
-        return come if not is_judged and (is_behind or stands) else None
-    if call.claim is not None:
-        return come if admission.why_not_writer(state, model, replica) is None else None
+        is_judged = model.newest is not None and int(call.spec) <= model.newest
+        return come if not is_judged and (is_behind or come.publish is not None) else None
+    if call.claim is not None and admission.why_not_writer(state, model, replica) is not None:
+        return None
     return come if is_behind else None
 
 
@@ -431,7 +421,7 @@ def publish_of(report: Report) -> CallReport | None:
 def judge(state: State, model: Model, replica: Replica) -> bool:
     """Judge what was published without the server. Returns whether there is news of it.
 
-    It is a version when all shards hold it. It is none if another replica is the writer by now.
+    It is a version when all shards hold it. It is none if another replica is the writer by now, or the number is taken.
     """
     former = replica.standing
     if not replica.unjudged and former is None:
@@ -442,10 +432,16 @@ def judge(state: State, model: Model, replica: Replica) -> bool:
     if call is None or call.is_over:
         return False
     was_resolved, call.waiting = call.is_resolved_here, None
-    if len(call.arrived) == replica.shards:
+    if call.differing:
+        text = call.difference(replica.name)
+        call.fail(Failure("group-mismatch", text, "all shards of a replica make the same calls in the same order"))
+    elif len(call.arrived) == replica.shards:
         _advance_publish(state, model, replica, call)
-    elif not model.is_listening and (conflict := admission.why_not_writer(state, model, replica)) is not None:
-        _refuse(state, model, replica, call, conflict)
+    elif not model.is_listening and call.version is None:
+        roots = facts.roots_of(state, replica, call)
+        taken = model.conflict(replica, Version(int(call.spec)), roots)
+        if (conflict := admission.why_not_writer(state, model, replica) or taken) is not None:
+            _refuse(state, model, replica, call, conflict)
     if call.is_resolved_here and not call.is_over and _has_epoch(state, replica, call):
         _finish(state, model, replica, call)
     if call.is_over:
@@ -458,7 +454,8 @@ def _ended_alone(state: State, replica: Replica) -> GroupCall | None:
     found: dict[Shard, CallReport] = {}
     for shard, publish in replica.unjudged.items():
         member = state.members.get(replica.members[shard])
-        if member is not None and publish.spec == held_in(member.report.buffer):
+        buffer = member.report.buffer if member is not None else None
+        if isinstance(buffer, WHOLE) and (buffer.version, buffer.root) == (publish.spec, publish.root):
             found[shard] = publish
     if not found:
         return None
@@ -469,16 +466,17 @@ def _ended_alone(state: State, replica: Replica) -> GroupCall | None:
             call.arrived[shard], call.grids[shard] = publish.root, publish.grid
             if publish.resolved is not None:
                 call.version, call.epoch = publish.resolved, publish.epoch
+        elif publish.spec == call.spec:
+            call.differing[shard] = ""
     former = replica.standing
-    is_known = former is not None and former.is_same(one)
-    if former is not None and is_known and (former.arrived == call.arrived or _is_told(former, call)):
-        return former
-    return call
+    return former if former is not None and former.is_same(one) and _is_no_news(former, call) else call
 
 
-def _is_told(former: GroupCall, call: GroupCall) -> bool:
-    """It is over, and some of its shards have heard so."""
-    return former.is_over and call.arrived.items() <= former.arrived.items()
+def _is_no_news(former: GroupCall, call: GroupCall) -> bool:
+    """No shard has come to it since; where it is over, some may have heard so."""
+    if former.is_over:
+        return call.arrived.items() <= former.arrived.items()
+    return (call.arrived, call.differing) == (former.arrived, former.differing)
 
 
 def _has_epoch(state: State, replica: Replica, call: GroupCall) -> bool:

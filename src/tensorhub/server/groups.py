@@ -16,10 +16,9 @@ Its siblings may have ended calls of which it has not heard, so that number can 
   wrong (`GroupMismatch`); else one of them was put there, and all may try again (`GroupIncomplete`).
 - A shard that was in a call with others, or waited for them, when it failed hears so. A shard that waited for one that
   had already been past it has come late.
-- A writer's calls are in order: it claims a number, publishes that version, and unpublishes it. A shard may be past a
-  call that a sibling still makes: it ended that without the server, or the sibling has not heard how it ended, or was
-  started again. Then the sibling ends it by itself, too (`calls.passed_by`). So does one whose update or replicate has
-  a position that a shard has ended without the server: it keeps what all hold, or fails.
+- A shard may end calls without the server. A writer's calls are in order: it claims a number, publishes that version,
+  and unpublishes it. What leads to where that shard has come, a sibling ends by itself, too (`calls.passed_by`). An
+  update or replicate at a position that was ended so keeps what all hold, or fails.
 - A shard that could not make its call leaves all that were in theirs by then, also one that has come to a position that
   is over and is on its way to the next one: those hear so too, and do not wait there for that shard once more.
 """
@@ -142,7 +141,7 @@ class Replica:
     ended: int = 0  # highest position that ended anywhere
     finished: int = 0  # highest position that ended well
     alone: int = 0  # highest position that a shard has ended without the server
-    steps: dict[Shard, Step] = field(default_factory=dict)  # how far each has come as a writer
+    steps: dict[Shard, Step] = field(default_factory=dict)  # how far shards have come without the server
     come: Step | None = None  # the furthest of them
     unjudged: dict[Shard, CallReport] = field(default_factory=dict)  # publishes that have ended without the server
     standing: GroupCall | None = None  # the newest of them, as one call
@@ -287,7 +286,7 @@ class Replica:
         return call.version if shard in call.arrived or not is_put else None
 
     def note_step(self, shard: Shard, step: Step | None) -> bool:
-        """How far the shard has come. Returns whether that is news for the others."""
+        """How far the shard has come without the server. Returns whether that is news for the others."""
         former, come = self.steps.get(shard), self.come
         if step == former:
             return False
@@ -305,10 +304,6 @@ class Replica:
         is_publish = step.publish != (former.publish if former is not None else None)
         return is_publish or self.come != come
 
-    def forget_steps(self) -> None:
-        """The model's numbers begin anew."""
-        self.steps, self.unjudged, self.come = {}, {}, None
-
     def _forget_step(self, shard: Shard) -> None:
         self.steps.pop(shard, None)
         self.unjudged.pop(shard, None)
@@ -317,7 +312,7 @@ class Replica:
     def answer_judged(self, publish: CallReport | None) -> Answer | None:
         """What became of that publish, which a shard has ended without the server."""
         judged = self.standing
-        if publish is None or judged is None or not judged.is_same(publish):
+        if publish is None or judged is None or judged.spec != publish.spec:
             return None
         if judged.version is None and not judged.is_over:
             return None
@@ -391,10 +386,10 @@ def _said_of(call: GroupCall | CallReport) -> tuple[object, ...]:
     return call.verb, call.spec, call.claim, call.waits
 
 
-def place_of(call: CallReport, held: Version | None) -> tuple[int, int]:
-    """Where a writer's call comes among its steps. `held`: what an unpublish withdraws."""
+def place_of(call: CallReport, held: Version | None) -> tuple[int, int] | None:
+    """Where a writer's call comes among its steps. `held`: what an unpublish withdraws. None: of nothing."""
     if call.verb == "publish":
         return int(call.spec), PUBLISHED
     if call.claim is not None:
         return call.claim, CLAIMED
-    return (held, UNPUBLISHED) if held is not None else (-1, CLAIMED)
+    return (held, UNPUBLISHED) if held is not None else None

@@ -338,7 +338,7 @@ class Server:
         is_whole = not model.is_listening
         told = Told(
             position=replica.ended if is_whole else None,
-            answer=calls.own_answer(state, model, replica, member)
+            answer=calls.answer_passed(state, model, replica, member)
             or replica.answer(member.shard, reported, is_whole=is_whole)
             if reported is not None
             else None,

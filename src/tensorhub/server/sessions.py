@@ -376,10 +376,7 @@ def take_call(state: State, replica: Replica, member: Member, before: Report) ->
     former = replica.call
     was_over, was_ended = former is None or former.is_over, replica.ended
     held = report.buffer.version if isinstance(report.buffer, Holding) else None
-    model, step = state.models[member.hello.model], report.step
-    if step is not None and step.version is not None and step.epoch < model.began:
-        step = None  # its number is forgotten
-    has_come = replica.note_step(member.shard, step)
+    model, has_come = state.models[member.hello.model], replica.note_step(member.shard, report.step)
     finished = report.finished if report.finished > replica.alone else 0  # else perhaps without the server
     seen, missed = report.seen, report.missed
     replica.note_ended(member.shard, report.ended, finished, seen=seen, missed=missed, held=held)
@@ -387,7 +384,7 @@ def take_call(state: State, replica: Replica, member: Member, before: Report) ->
         replica.bereft.pop(member.shard, None)  # the call that another could not make is over here
     if missed is not None and replica.ended != was_ended and not model.is_listening:
         _note_bereft(state, replica, member, missed)
-    if report.call is not None and calls.own_answer(state, model, replica, member) is None:
+    if report.call is not None and calls.passed_by(state, model, replica, member) is None:
         is_put = report.ended != report.call.number - 1
         seen, last = report.seen, state.numbers.last
         replica.arrive(member.shard, report.call, now=state.now, is_first=is_first, is_put=is_put, seen=seen, last=last)

@@ -2,8 +2,6 @@
 
 from collections.abc import Iterator
 
-from msgspec.structs import replace
-
 from ..protocol.errors import HIGHER, SPOILED, SPOILED_HINT, UsageError
 from ..protocol.messages import (
     CLAIMED,
@@ -275,7 +273,9 @@ def _end_well(worker: WorkerState, call: Call) -> None:
     _end(worker, call)
     reads.hold_on(worker)  # it had withdrawn ahead, and holds what it was to bring
     worker.finished = call.number or worker.finished
-    _note_step(worker, call)
+    if worker.step is not None and worker.step.publish is not None and call.spec != worker.step.version:
+        _say_no_version(worker, worker.step, Failure("group-incomplete", "its siblings have gone on without it"))
+    worker.step = None
     worker.memory.note_published()
     if isinstance(worker.buffer, Vacated):
         worker.memory.let_go()
@@ -429,12 +429,12 @@ def _end_alone(worker: WorkerState, call: Call) -> None:
     worker.note(f"{call} ended without the server")
     _end(worker, call)
     worker.finished = worker.ended
-    _note_step(worker, call, alone=worker.ended)
+    _note_step(worker, call)
     _say_alone(worker)
 
 
-def _note_step(worker: WorkerState, call: Call, *, alone: int = 0) -> None:
-    """The call has ended well. `alone`: its position, if that was without the server."""
+def _note_step(worker: WorkerState, call: Call) -> None:
+    """The call has ended well without the server."""
     former = worker.step or Step()
     version, done = former.version, former.done
     if call.verb == "publish":
@@ -443,12 +443,8 @@ def _note_step(worker: WorkerState, call: Call, *, alone: int = 0) -> None:
         version, done = call.claim, CLAIMED
     elif call.verb == "unpublish":
         version, done = _unpublished(worker, call, former)
-    publish = former.publish if alone and call.fills else None
-    if alone and call.verb == "publish":
-        publish = call.for_report()
-    epoch = worker.writes if version is not None else Number(0)
-    step = Step(version, done, epoch, alone or former.alone, publish)
-    worker.step = step if step != Step() else None
+    publish = call.for_report() if call.verb == "publish" else former.publish if call.fills else None
+    worker.step = Step(version, done, worker.ended, publish)
 
 
 def _unpublished(worker: WorkerState, call: Call, former: Step) -> tuple[Version | None, int]:
@@ -458,7 +454,7 @@ def _unpublished(worker: WorkerState, call: Call, former: Step) -> tuple[Version
         return worker.memory.held, UNPUBLISHED
     if past is not None and past.version is not None:
         return past.version, UNPUBLISHED if past.done == UNPUBLISHED else CLAIMED
-    if former.version is not None or not worker.is_alone:
+    if former.version is not None:
         return former.version, former.done
     return worker.newest if worker.newest is not None else Version(0), UNPUBLISHED
 
@@ -471,8 +467,7 @@ def take_judged(worker: WorkerState, judged: Answer | None) -> None:
     version = step.version
     if judged.error is not None:
         worker.step, why = Step(alone=step.alone), judged.error
-        text = f"version {version}, which {worker.me} published without the reference server, is no version"
-        worker.want(events.Warn(f"{text}: {why.code}: {why.message} ({why.hint})"))
+        _say_no_version(worker, step, why)
         if why.code == "version-conflict" and isinstance(buffer, Holding) and buffer.version == version:
             worker.memory.disown(next_report=worker.next_report)
     elif isinstance(buffer, Holding | Withdrawing) and buffer.version == version:
@@ -480,9 +475,15 @@ def take_judged(worker: WorkerState, judged: Answer | None) -> None:
         if buffer.epoch != judged.epoch:
             worker.memory.publish_again(judged.epoch)
         if judged.finished:
-            worker.step = replace(step, publish=None)
+            worker.step = None
             worker.memory.note_published()
             worker.note(f"version {version}, published without the server, is a version")
+
+
+def _say_no_version(worker: WorkerState, step: Step, why: Failure) -> None:
+    text = f"version {step.version}, which {worker.me} published without the reference server, is no version"
+    hint = f" ({why.hint})" if why.hint else ""
+    worker.want(events.Warn(f"{text}: {why.code}: {why.message}{hint}"))
 
 
 def _say_alone(worker: WorkerState) -> None:

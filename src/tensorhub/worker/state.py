@@ -278,7 +278,7 @@ class WorkerState:
     writes: Number = Number(0)  # the highest epoch or lease that it was given as the writer of its model
     ended: int = 0  # position of the last call that ended here
     finished: int = 0  # and of the last one that ended well
-    step: Step | None = None  # how far it has come as a writer
+    step: Step | None = None  # how far it has come without the server, since a call has ended well with it
     missed: Failure | None = None  # why the last one was never made
     kept: Failure | None = None  # why the last one, an update, has kept what was held; it is said once
 
