@@ -412,7 +412,7 @@ def _former_of(state: State, replica: Replica) -> Digest:
 
 
 def publish_of(report: Report) -> CallReport | None:
-    """The publish that the worker is in, or else the one that it has ended without the server."""
+    """The publish that the worker makes now, or has ended without the server."""
     if report.call is not None and report.call.verb == "publish":
         return report.call
     return report.step.publish if report.step is not None else None
