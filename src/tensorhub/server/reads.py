@@ -53,6 +53,9 @@ def drained_version(state: State, model: Model, member: Member) -> Drained:
         return Drained()
     if model.is_listening:
         return Drained(why="the server has restarted, and has not heard all workers yet")
+    judged = state.place(member)[1].standing
+    if judged is not None and judged.is_resolved_here and not judged.is_over and judged.version == buffer.version:
+        return Drained(why=f"version {buffer.version}, published without the server, is being judged")
     if _has_readers(state, member, buffer.version):
         return Drained(why=_read_by(state, member, buffer.version))
     if isinstance(buffer, Poisoned) or member.is_drained or not is_accepted:

@@ -470,9 +470,9 @@ def take_judged(worker: WorkerState, judged: Answer | None) -> None:
         _say_no_version(worker, step, why)
         if why.code == "version-conflict" and isinstance(buffer, Holding) and buffer.version == version:
             worker.memory.disown(next_report=worker.next_report)
-    elif isinstance(buffer, Holding | Withdrawing) and buffer.version == version:
+    else:
         worker.writes = max(worker.writes, judged.epoch)
-        if buffer.epoch != judged.epoch:
+        if isinstance(buffer, Holding | Withdrawing) and buffer.version == version and buffer.epoch != judged.epoch:
             worker.memory.publish_again(judged.epoch)
         if judged.finished:
             worker.step = None
